@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := npu_gr tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test lint format ruff types words native files security images lock sbom bench monitor has-prometheus acceptance-npu kernels clean
+.PHONY: docs demo test lint format ruff types words native files security images lock proto sbom bench monitor has-prometheus acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -57,10 +57,15 @@ security: $(VENV)/installed
 # The image's dependencies with the hashes of their files; needs the package index. Without the extra serve: torch is the base
 # image's, another one for each device. Afterwards, with the network: pip-audit -r deploy/requirements.lock --disable-pip
 lock: $(VENV)/installed
-	$(LOCK) --extra redis --extra zstd --extra otel pyproject.toml --output-file deploy/requirements.lock
+	$(LOCK) --extra redis --extra zstd --extra otel --extra picker pyproject.toml --output-file deploy/requirements.lock
 	$(LOCK) deploy/requirements-build.in --output-file deploy/requirements-build.lock
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --custom-compile-command "make lock" \
   --python-version 3.11 --python-platform linux --only-binary :all:
+
+# The messages of the endpoint picker, by the oldest protoc whose output the extra `picker` allows.
+proto: $(VENV)/installed
+	$(BIN)/uv tool run --from grpcio-tools==1.74.0 python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
+	  npu_gr/router/picker/external_processor.proto
 
 # what is in the image, as CycloneDX: build/sbom.json
 sbom: $(VENV)/installed
@@ -93,7 +98,7 @@ acceptance-npu:
 # the compilers (500 MB) stay under build/, and what cannot be had is skipped in words
 kernels: $(VENV)/installed
 	-test -d build/triton || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/triton "triton>=3.6"
-	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend" tests/backend/triton
+	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend or mutants" tests/backend/triton tests/ops/test_mutate.py
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
 $(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/*)

@@ -6,6 +6,7 @@ While it serves, blockbuster watches: a blocking call of ours on the event loop 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
 from npu_gr.server.entrance.runner import DoorRunner
+from npu_gr.server.rpc.opening import RPC
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, from_table
 from npu_gr.service.service import Service
@@ -68,8 +70,22 @@ async def serving(
     async with instance(make_config(folder, **sections), read) as (app, service):
         server = DoorServer(app)
         async with TestClient(server) as client:
-            with blockbuster_ctx("npu_gr") if watched else nullcontext():
-                yield client, service
+            rpc = app.get(RPC)
+            if rpc is not None:
+                await rpc.listen()
+            try:
+                with blockbuster_ctx("npu_gr") if watched else nullcontext():
+                    yield client, service
+            finally:
+                if rpc is not None:
+                    await rpc.stop()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
 
 
 def columns(history: Events) -> dict[str, list[int]]:

@@ -23,6 +23,7 @@ class Rule:
 _HEALTH = Rule(scope=None, is_public=True, is_admin=True)
 _READ = Rule(scope=Scope.INFER, is_public=True, is_admin=False)
 _OBSERVE = Rule(scope=Scope.OBSERVE, is_public=False, is_admin=True)
+_STATISTICS = Rule(scope=Scope.OBSERVE, is_public=True, is_admin=True)  # where the protocol's clients ask for them
 _ADMIN = Rule(scope=Scope.ADMIN, is_public=False, is_admin=True)
 
 _OTHERS: dict[tuple[str, str], Rule] = {
@@ -35,6 +36,9 @@ _OTHERS: dict[tuple[str, str], Rule] = {
     ("GET", "/v2/models/{model}/ready"): _READ,
     ("GET", "/v2/models/{model}/versions/{version}"): _READ,
     ("GET", "/v2/models/{model}/versions/{version}/ready"): _READ,
+    ("GET", "/v2/models/stats"): _STATISTICS,
+    ("GET", "/v2/models/{model}/stats"): _STATISTICS,
+    ("GET", "/v2/models/{model}/versions/{version}/stats"): _STATISTICS,
     ("GET", "/openapi.json"): _READ,
     ("GET", "/v1/models"): _READ,
     ("GET", "/v1/items"): _READ,
@@ -64,7 +68,9 @@ _OTHERS: dict[tuple[str, str], Rule] = {
 def rules() -> dict[tuple[str, str], Rule]:
     """Return the rule of each route by its method and its pattern; those of the kinds follow from their table."""
     kinds = {
-        (kind.method, kind.path): Rule(scope=kind.scope, is_public=True, is_admin=False) for kind in KINDS.values()
+        (kind.method, path): Rule(scope=kind.scope, is_public=True, is_admin=False)
+        for kind in KINDS.values()
+        for path in kind.paths
     }
     return kinds | _OTHERS
 

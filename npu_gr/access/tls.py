@@ -143,22 +143,23 @@ async def following(*contexts: FollowedContext | None) -> AsyncIterator[None]:
 class ServerTls(FollowedContext):
     """TLS of the addresses that listen. Theirs stay the same, and each new connection gets what is in force."""
 
-    def __init__(self, config: ServerTlsConfig, where: str) -> None:
+    def __init__(self, config: ServerTlsConfig, where: str, protocol: str = "http/1.1") -> None:
         """Read the files.
 
         Args:
             config: names them.
             where: the section of the configuration, for errors.
+            protocol: that is spoken over it, as ALPN names it.
 
         Raises:
             ConfigError: a file cannot be read, or they do not belong together.
         """
         warn_of_wide_key(config.key, where)
         files = (config.certificate, config.key, config.client_ca)
-        super().__init__(where, files, lambda: _server_context(config))
-        self.public = _server_context(config)  # asks callers for a certificate where `client_ca` says so
+        super().__init__(where, files, lambda: _server_context(config, protocol))
+        self.public = _server_context(config, protocol)  # asks callers for a certificate where `client_ca` says so
         # never does: kubelets and Prometheus have keys at most
-        self.admin = _server_context(msgspec.structs.replace(config, client_ca=None))
+        self.admin = _server_context(msgspec.structs.replace(config, client_ca=None), protocol)
         # OpenSSL asks before it chooses the certificate, also where the caller names no server. What is swapped is the
         # certificate and the authorities; whether a caller needs one stays with the connection.
         self.public.sni_callback = self.admin.sni_callback = self._swap
@@ -182,14 +183,14 @@ class ClientTls(FollowedContext):
         super().__init__(where, (config.certificate, config.key, config.ca), lambda: client_context(config))
 
 
-def _server_context(config: ServerTlsConfig) -> ssl.SSLContext:
+def _server_context(config: ServerTlsConfig, protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     needs_newest = config.min_version == "1.3" or config.client_ca is not None
     context.minimum_version = ssl.TLSVersion.TLSv1_3 if needs_newest else ssl.TLSVersion.TLSv1_2
     context.set_ciphers(CIPHERS)
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.load_cert_chain(config.certificate, config.key, password="")  # or OpenSSL asks the terminal for one
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     if config.client_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
         context.load_verify_locations(config.client_ca)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from npu_gr.backend.calls import (
     HstuCall,
     HstuLayerCall,
     HstuPassCall,
+    HstuShape,
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab as Slab
@@ -190,8 +191,20 @@ class Ops(Affine, Protocol):
         """
         ...
 
-    def hstu_runs_as(self, is_biased: bool) -> str:
-        """Name what runs the attention of a ranker with or without relative bias, as `ops` names it."""
+    def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
+        """Name what can run the attention of a ranker, as `ops` names it: the preferred first, plain torch ops last.
+
+        A way is left out that no pass of the ranker would take. One that takes some passes alone is named; the others
+        are counted as fallbacks.
+        """
+        ...
+
+    def running(self, way: str) -> Self:
+        """Return this device with one way of HSTU attention; queues, memory, graphs and the other ops are shared.
+
+        Args:
+            way: one of `hstu_ways`. What it does not take, torch ops compute.
+        """
         ...
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:

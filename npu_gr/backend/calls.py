@@ -28,6 +28,20 @@ class BiasTables(NamedTuple):
     time: Tensor  # [H, TIME_BUCKETS], read at time_bucket(query time - key time)
 
 
+class HstuShape(NamedTuple):
+    """What of a ranker decides which kernels can run its attention at all."""
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: torch.dtype  # of weights
+    kept_dtype: torch.dtype  # of cached keys and values
+    page_tokens: int
+    norm_group: int  # numbers that the norm of the attention is over
+    is_joined: bool  # the output matrix reads [U, attention, U * norm], not the last alone
+    is_biased: bool  # by position and time
+
+
 class HstuCall(NamedTuple):
     """Arguments of `hstu_causal` (new history rows) and of `hstu_targets` (candidate rows).
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from npu_gr.backend.base import Backend
-from npu_gr.backend.names import BackendName, NativeMode
+from npu_gr.backend.names import AttentionMode, BackendName, NativeMode
 from npu_gr.core.errors import ConfigError
 
 _CLASSES = {
@@ -16,21 +16,33 @@ _CLASSES = {
     "npu": ("npu_gr.backend.npu.backend", "NPUBackend"),
     "reference": ("npu_gr.backend.reference", "ReferenceBackend"),
 }
+_ATTENTIONS: dict[BackendName, tuple[AttentionMode, ...]] = {
+    "cuda": ("auto", "triton", "torch"),
+    "npu": ("auto", "ascend_c", "mxrec", "triton", "torch"),
+}
 
 
-def choose(name: BackendName, native: NativeMode = "auto", hstu_library: str | None = None) -> Backend:
+def choose(
+    name: BackendName,
+    native: NativeMode = "auto",
+    hstu_library: str | None = None,
+    attention: AttentionMode = "auto",
+) -> Backend:
     """Make the backend of that name.
 
     Args:
         name: the configuration's `backend`.
         native: how our own kernels are used; `CPUBackend` and `NPUBackend` explain the modes.
         hstu_library: path of the library with Huawei's operator for rankers without a relative bias; backend npu only.
+        attention: what is to run rankers' attention; "auto" leaves it open. Whether a ranker can run it is not checked.
 
     Raises:
         ConfigError: no such backend, or its device, its package or its required kernels are missing.
     """
     if name not in _CLASSES:
         raise ConfigError(f"backend: {name!r} is none of {', '.join(_CLASSES)}")
+    if attention not in (known := _ATTENTIONS.get(name, ("auto",))):
+        raise ConfigError(f"attention: {attention} is not for the backend {name}: one of {', '.join(known)}")
     options: dict[str, Any] = {}
     has_kernels = name in ("cpu", "npu")
     if native == "require" and not has_kernels:
@@ -39,6 +51,8 @@ def choose(name: BackendName, native: NativeMode = "auto", hstu_library: str | N
         if name != "npu":
             raise ConfigError(f"hstu_library: the operator is for the backend npu, not {name}")
         options["hstu_library"] = Path(hstu_library)
+    if name == "npu":
+        options["attention"] = attention
     module, cls = _CLASSES[name]
     made = getattr(importlib.import_module(module), cls)
     return cast("Backend", made(native, **options) if has_kernels else made())

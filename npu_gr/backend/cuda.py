@@ -7,17 +7,18 @@ graph for each bucket of rows; the attentions read slabs at addresses that no gr
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.calls import BeamCall, Choices, HstuCall, TopkCall
+from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuShape, TopkCall
 from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.tiles import natural
 from npu_gr.backend.torch_ops import TorchOps
@@ -76,6 +77,16 @@ class CUDABackend(TorchOps):
         rows: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         return self._graphs.row_wise(owner, what, work, rows)
+
+    def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
+        takes = self._hstu and shape.dtype == shape.kept_dtype and self._hstu.takes_numbers(shape.dtype)
+        return ("triton", "torch") if takes else ("torch",)
+
+    def running(self, way: str) -> Self:
+        made = copy.copy(self)
+        made.ops = {**self.ops, "hstu_attention": way}
+        made._hstu = self._hstu if way == "triton" else None
+        return made
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
         if self._hstu and self._hstu.takes(call.q, slabs := natural(call.cached)):

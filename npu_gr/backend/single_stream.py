@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass
-from npu_gr.backend.calls import HstuPassCall
+from npu_gr.backend.calls import HstuPassCall, HstuShape
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,12 @@ class SingleStream:
             for plane in (keys, values):
                 plane[:, to, :num_slots] = plane[:, parent[to], :num_slots]
 
-    def hstu_runs_as(self, is_biased: bool) -> str:
-        return self.ops.get("hstu_attention", "torch")
+    def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
+        """Have one way, which is chosen with the kernels: pages are laid out for it."""
+        return (self.ops.get("hstu_attention", "torch"),)
+
+    def running(self, way: str) -> Self:
+        return self
 
     def order_of(self, numbers: Tensor) -> Tensor:
         return torch.argsort(numbers, stable=True)

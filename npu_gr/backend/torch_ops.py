@@ -176,12 +176,14 @@ class Products:
 
 
 def _gives_fp32(device: torch.device) -> bool:
-    """Tell whether torch has products of bf16 with a result in fp32 on the device."""
-    one = torch.ones(1, 16, 16, dtype=torch.bfloat16, device=device)
-    try:
-        return torch.bmm(one, one, out_dtype=torch.float32).dtype == torch.float32
-    except (NotImplementedError, RuntimeError, TypeError):  # not on this device, or not in this torch
+    """Tell whether torch has products of bf16 with a result in fp32 on the device.
+
+    Its table of kernels knows; a call that fails could have failed for any reason.
+    """
+    if "dtype" not in torch.ops.aten.bmm.overloads():  # an older torch
         return False
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type, "PrivateUse1")
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("aten::bmm.dtype", key))
 
 
 def staged_attention(call: BeamCall, products: Products) -> Tensor:

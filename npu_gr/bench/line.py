@@ -39,6 +39,33 @@ class Line:
         return asdict(self)
 
 
+def compared(
+    bench: str, case: str, ours: float, unit: str, baseline: str, value: float, ratio: float, target: float | None
+) -> Line:
+    """Make the line of a case whose ratio has a target, or none.
+
+    Args:
+        bench, case: its names.
+        ours: our figure.
+        unit: of both figures.
+        baseline: its name.
+        value: its figure.
+        ratio: how many times better ours is.
+        target: the ratio to reach; None = none is set.
+    """
+    return Line(
+        bench=bench,
+        case=case,
+        ours=ours,
+        unit=unit,
+        baseline=baseline,
+        baseline_value=value,
+        ratio=ratio,
+        target=target,
+        ok=None if target is None else ratio >= target,
+    )
+
+
 def timed_in_turn(
     functions: list[Callable[[], object]],
     budget_s: float,

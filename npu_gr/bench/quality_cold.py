@@ -44,6 +44,7 @@ from npu_gr.train.metrics import F64, auc, hits
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.paired import Difference, difference_of_auc, difference_of_users
 from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
 from npu_gr.train.rank.train import train_rank
@@ -83,7 +84,7 @@ def cold_lines(
         options = msgspec.structs.replace(rank, split=SPLIT, row_dropout=row_dropout)
         checkpoint, _ = train_rank(split.trained, split.features, options)
         wide = with_new_items(checkpoint.model, split.new)
-        return checkpoint, wide, judged_logits(log, wide, wide.config.tasks.index(LIKE))
+        return checkpoint, wide, judged_logits(LogInputs(log, wide), wide, wide.config.tasks.index(LIKE))
 
     checkpoint, wide, logits = trained(rank.row_dropout)
     _, _, plain = trained(0.0)
@@ -98,7 +99,8 @@ def cold_lines(
     events = np.flatnonzero(judged & is_cold)
     every = [NextItem(int(user), int(event)) for user, event in zip(log.users[events], events, strict=True)]
     targets = sample_targets(every, MAX_TARGETS, rank.seed)
-    vectors, table = user_vectors(log, wide, targets), wide.item_vectors()[first:]
+    inputs = LogInputs(log, wide)
+    vectors, table = user_vectors(inputs, wide, targets), wide.item_vectors()[first:]
     chosen = _chosen(log, targets, first, (vectors @ table.T).numpy().astype(np.float64))
     by_genre = _chosen(log, targets, first, np.tile(genres.popular[first:], (len(targets), 1)))
     for name, base in (("popularity", np.full(len(targets), 0.5)), ("popularity of the genre", by_genre)):
@@ -107,7 +109,7 @@ def cold_lines(
     order = checkpoint.order
     assert order is not None
     sizes = ListSizes(rank.num_retrieved, rank.num_followers)
-    lists = list(retrieved_lists(log, wide, order, targets, sizes))
+    lists = list(retrieved_lists(inputs, wide, order, targets, sizes))
     generated = _generated(split, generate, targets)
     for way, scores_of in (
         ("recommend", lambda found: found.scores(order)),

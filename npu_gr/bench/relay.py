@@ -36,7 +36,7 @@ import numpy as np
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
-from npu_gr.bench.line import Line
+from npu_gr.bench.line import Line, compared
 from npu_gr.bench.relay_rig import (
     LEAD,
     RETURNING,
@@ -356,14 +356,4 @@ class ShapeBench:
     def _line(
         self, case: str, ours: float, unit: str, baseline: str, value: float, ratio: float, target: float | None
     ) -> Line:
-        return Line(
-            bench="relay",
-            case=f"{self._case} {case}",
-            ours=ours,
-            unit=unit,
-            baseline=baseline,
-            baseline_value=value,
-            ratio=ratio,
-            target=target,
-            ok=None if target is None else ratio >= target,
-        )
+        return compared("relay", f"{self._case} {case}", ours, unit, baseline, value, ratio, target)

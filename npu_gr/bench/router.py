@@ -5,11 +5,15 @@ one core. All are processes of their own. First one connection to each sends 36 
 HAProxy, direct, ...), which gives the added p50 and p99. Then many connections at once, again in turn and several times
 over, give the processor time that each path's own process takes for a request; other load on the machine changes that
 far less than the throughput. The client is wrk (in C) where it is installed. Every path's answer is checked first.
+
+Where Envoy and the extra `picker` are installed, one more path is Envoy that asks our router for the instance of each
+request; what that adds is measured against Envoy alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import re
 import shutil
 import socket
@@ -35,6 +39,7 @@ SMALL_BYTES = 1_000
 CONNECTIONS = 32  # at once, for the processor time
 ROUNDS = 5
 ADDED_MS = 0.25  # the target: the router adds at most this at the median
+PICKED_MS = 0.3  # the target: asking the picker adds at most this at the median
 _INSTANCE = """
 import asyncio, sys, uvloop
 class Answers(asyncio.Protocol):
@@ -108,13 +113,19 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
             size: _processor_times(folder, ports, processes, size, budget_s / 2) for size in (SMALL_BYTES, BODY_BYTES)
         }
     direct = took["direct"]
-    balancers = [name for name in ports if name not in ("direct", "router")]
+    balancers = [name for name in ports if name not in ("direct", "router", "picker")]
     for name in ["router", *balancers]:
         for quantile in (50, 99):
             base, ours = (float(np.percentile(row, quantile) * 1e3) for row in (direct, took[name]))
             ok = ours - base <= ADDED_MS if name == "router" and quantile == 50 else None
             target = ADDED_MS if ok is not None else None
             yield _line(f"{name} adds, p{quantile}", ours - base, "ms", "direct call", base, base / ours, target, ok)
+    if "picker" in took:
+        for quantile in (50, 99):
+            base, ours = (float(np.percentile(took[path], quantile) * 1e3) for path in ("envoy", "picker"))
+            target = PICKED_MS if quantile == 50 else None
+            ok = ours - base <= target if target is not None else None
+            yield _line(f"picker adds, p{quantile}", ours - base, "ms", "envoy alone", base, base / ours, target, ok)
     for name in balancers:
         base, ours = (float(np.percentile(took[path], 50) * 1e3) for path in (name, "router"))
         yield _line("whole call, p50", ours, "ms", f"through {name}", base, base / ours)
@@ -179,6 +190,15 @@ def _start(folder: Path, stack: ExitStack) -> tuple[dict[str, int], dict[str, su
                 "envoy": [binary, "-c", str(path), "--concurrency", "1", "--use-dynamic-base-id"],
                 "haproxy": [binary, "-f", str(path), "-db"],
             }[name]
+    if "envoy" in ports and _can_pick():
+        picker = {"port": _free_port()}
+        (folder / "router.yaml").write_text(yaml.safe_dump({**table, "picker": picker}))
+        ports["picker"] = _free_port()
+        given = {**table, "port": ports["picker"], "admin_port": _free_port(), "picker": picker}
+        config = from_table(given, RouterConfig)
+        path = folder / "picker.conf"
+        path.write_text(envoy(config, config.discovery.instances))
+        commands["picker"] = [commands["envoy"][0], "-c", str(path), *commands["envoy"][3:]]
     processes = {}
     for name, command in commands.items():
         log = stack.enter_context((folder / f"{name}.log").open("wb"))
@@ -186,6 +206,11 @@ def _start(folder: Path, stack: ExitStack) -> tuple[dict[str, int], dict[str, su
         stack.callback(_end, process)
         processes[name] = process
     return ports, processes
+
+
+def _can_pick() -> bool:
+    """Whether a router can have a picker here."""
+    return all(importlib.util.find_spec(name) for name in ("hpack", "google.protobuf"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -207,15 +232,23 @@ async def _latencies(ports: dict[str, int], seed: int, budget_s: float) -> dict[
     for _ in range(100):
         for connection in one.values():
             await connection.send(request)
+    while "picker" in one and not _is_picked(await one["picker"].send(request)):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
     ends_at = time.perf_counter() + budget_s
     while time.perf_counter() < ends_at or len(took["direct"]) < 1000:
         for name, connection in one.items():
             began_at = time.perf_counter()
-            await connection.send(request)
+            answer = await connection.send(request)
             took[name].append(time.perf_counter() - began_at)
+            assert name != "picker" or _is_picked(answer), "Envoy went on without the picker"
     for connection in one.values():
         connection.close()
     return took
+
+
+def _is_picked(answer: bytes) -> bool:
+    """Whether the picker chose: it writes the instance's name into the answer."""
+    return b"x-npugr-instance:" in answer.lower()
 
 
 def _processor_times(
@@ -235,7 +268,7 @@ def _processor_times(
     """
     import uvloop
 
-    paths = [name for name in ports if name != "direct"]
+    paths = [name for name in ports if name not in ("direct", "picker")]
     each_s = max(0.2, budget_s / ROUNDS / len(paths))
     used_s: dict[str, list[float]] = {name: [] for name in paths}
     for _ in range(ROUNDS):

@@ -14,7 +14,8 @@ docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -23,29 +24,54 @@ from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.history import Events, HistoryReport
+from npu_gr.feature_schema.columns import NO_COLUMNS, ModelFeatures, OneRow
+from npu_gr.feature_schema.encode import Encoded
+
+NO_FEATURES = ModelFeatures()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """The model's input for one user. n = number of tokens."""
+    """The model's input for one user. e = events; n = tokens: the user's, where the model has one, then the events'."""
 
-    events: Events  # [n] with external item ids
-    rows: I64  # [n] row of each item in the model
+    events: Events  # [e] with external item ids
+    rows: I64  # [e] row of each item in the model
     report: HistoryReport
+    user: Encoded | None = None  # [1] the user's features; None = these tokens have no user's token
+    features: Encoded | None = None  # [e] of the events; None = the model has none
     first_new_row: int = 1 << 62  # rows from this one on are of items that the model was not trained with
     _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
 
+    @property
+    def num_user(self) -> int:
+        """Tokens of the user: 0 or 1."""
+        return int(self.user is not None)
+
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) + self.num_user
 
     def __getitem__(self, part: slice) -> Tokens:
         """Return some of the tokens; the report stays that of the whole history."""
-        return Tokens(self.events[part], self.rows[part], self.report, self.first_new_row)
+        start, stop, _ = part.indices(len(self))
+        own = slice(max(start - self.num_user, 0), max(stop - self.num_user, 0))
+        user = self.user if start == 0 < stop else None
+        return self._of(own, user)
+
+    def newest(self, num_tokens: int) -> Tokens:
+        """Return the newest events and the user's token: `num_tokens` together, at least one of them an event's."""
+        return self._of(slice(max(len(self) - num_tokens, 0), None), self.user)
+
+    def _of(self, own: slice, user: Encoded | None) -> Tokens:
+        features = _some(self.features, own)
+        return Tokens(self.events[own], self.rows[own], self.report, user, features, self.first_new_row)
 
     @property
     def timestamps(self) -> I64:
-        """Unix seconds of each event, int64 [n]."""
-        return self.events.timestamps
+        """Unix seconds of each token, int64 [n]; the user's token has those of the first event."""
+        times = self.events.timestamps
+        if not self.num_user:
+            return times
+        return np.concatenate((times[:1] if len(times) else np.zeros(1, np.int64), times))
 
     def fingerprint(self, num_tokens: int) -> str:
         """Fingerprint the first `num_tokens` tokens; each length is computed once.
@@ -54,12 +80,27 @@ class Tokens:
         """
         known = self._fingerprints.get(num_tokens)
         if known is None:
-            known = self.events[:num_tokens].fingerprint()
-            rows = self.rows[:num_tokens]
-            if len(new := rows[rows >= self.first_new_row]):
-                known = xxhash.xxh3_128_hexdigest(known.encode() + new.tobytes())
-            self._fingerprints[num_tokens] = known
+            known = self._fingerprints[num_tokens] = self._fingerprint(num_tokens)
         return known
+
+    def _fingerprint(self, num_tokens: int) -> str:
+        """Features count as the model reads them: what it does not know of them is the same as what is missing."""
+        num_events = max(num_tokens - self.num_user, 0)
+        plain = replace(self.events[:num_events], features=NO_COLUMNS).fingerprint()
+        rows = self.rows[:num_events]
+        if len(new := rows[rows >= self.first_new_row]):
+            plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
+        if self.user is None and self.features is None:
+            return plain
+        digest = xxhash.xxh3_128(plain.encode())
+        for encoded in (self.user, _some(self.features, slice(num_events))):
+            for array in encoded or ():
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def _some(features: Encoded | None, rows: Any) -> Encoded | None:
+    return None if features is None else Encoded(features.codes[rows], features.numbers[rows])
 
 
 def window_start(first_index: int, num_events: int, max_tokens: int, step: int) -> int:
@@ -91,6 +132,8 @@ def tokenize(
     refuse_unknown: bool,
     first_index: int = 0,
     name: str = "",
+    features: ModelFeatures = NO_FEATURES,
+    user_features: OneRow | None = None,
 ) -> Tokens:
     """Check a history, cut it and map its items to rows.
 
@@ -103,9 +146,12 @@ def tokenize(
         refuse_unknown: raise for an unknown item; False: drop it.
         first_index: index of the first event in the user's whole history, of which a caller may send the end alone.
         name: fingerprint of the history, for the report.
+        features: of the model.
+        user_features: values of those of the user.
 
     Raises:
-        Unprocessable: an action the model does not know, or an unknown item with `refuse_unknown`.
+        Unprocessable: an action the model does not know, an unknown item with `refuse_unknown`, or a feature of the
+            user that is none of the model's or does not fit.
     """
     if len(events) and (int(events.actions.min()) < 0 or int(events.actions.max()) >= num_actions):
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
@@ -118,13 +164,19 @@ def tokenize(
     if unknown and refuse_unknown:
         raise Unprocessable(f"history.items: {unknown} unknown, the first is {int(events.items[~known][0])}")
     if unknown:
-        events = Events(events.items[known], events.actions[known], events.timestamps[known], events.origin)
+        events = events.take(known)
         rows = rows[known]
+    try:
+        user = features.row(features.user, user_features)
+    except ValueError as error:
+        raise Unprocessable(f"features.user.{error}") from None
     report = HistoryReport(
         fingerprint=name,
-        num_tokens=len(rows),
+        num_tokens=len(rows) + (user is not None),
         cut_tokens=first_index + cut,
         unknown_items=unknown,
+        missing_features=features.missing(user=user_features or {}, event=events.features.given),
         origin=events.origin,
     )
-    return Tokens(events, rows, report, len(vocabulary.ids))
+    of_events = features.rows(features.event, events.features, len(rows))
+    return Tokens(events, rows, report, user, of_events, len(vocabulary.ids))

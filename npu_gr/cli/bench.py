@@ -17,12 +17,23 @@ if TYPE_CHECKING:
     from npu_gr.bench.line import Line
 
 
-DEMO_CHECKPOINT = Path(".demo/ranker")  # where `npu-gr demo` leaves it
+DEMO = Path(".demo/ranker")  # where `npu-gr demo` leaves its ranker
 
 AS_JSON_LINES = click.option("--json", "as_json", is_flag=True, help="Print one JSON object a line.")
 BACKEND = click.option("--backend", default="cpu", show_default=True, help="As in a configuration.")
 SEED = click.option("--seed", default=0, show_default=True)
 THREADS = click.option("--threads", default=1, show_default=True, type=THREAD_COUNT)
+SHIPPED_CONFIG = click.option(
+    "--config",
+    type=FILE,
+    default="configs/cpu.yaml",
+    show_default=True,
+    callback=lambda _context, _option, path: shipped.found(path),
+    help="Of the instance, as it ships.",
+)
+DEMO_CHECKPOINT = click.option(
+    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
+)
 
 
 @click.group()
@@ -248,17 +259,8 @@ def bench_relay(
 @bench.command("front")
 @AS_JSON_LINES
 @SEED
-@click.option(
-    "--config",
-    type=FILE,
-    default="configs/cpu.yaml",
-    show_default=True,
-    callback=lambda _context, _option, path: shipped.found(path),
-    help="Of the instance, as it ships.",
-)
-@click.option(
-    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
-)
+@SHIPPED_CONFIG
+@DEMO_CHECKPOINT
 @click.option("--workers", default="1,2", show_default=True, help="Numbers of front workers.")
 @click.option("--seconds", default=5.0, show_default=True, help="Of each load.")
 @click.option("--only", "parts", multiple=True, help="Run these parts; repeatable.", metavar="PART")
@@ -274,8 +276,8 @@ def bench_front(
     """Measure the CPU of each process a rank, with front workers."""
     from npu_gr.bench.front import PARTS, FrontOptions, lines
 
-    if checkpoint is None and DEMO_CHECKPOINT.is_dir():
-        checkpoint = DEMO_CHECKPOINT
+    if checkpoint is None and DEMO.is_dir():
+        checkpoint = DEMO
     options = FrontOptions(
         config=config,
         checkpoint=checkpoint,
@@ -287,7 +289,7 @@ def bench_front(
     _show(lines(options), "cpu", seed, as_json)
 
 
-@bench.command("door")
+@bench.command("protocols")
 @AS_JSON_LINES
 @SEED
 @click.option(
@@ -298,9 +300,19 @@ def bench_front(
     callback=lambda _context, _option, path: shipped.found(path),
     help="Of the instance, as it ships.",
 )
-@click.option(
-    "--checkpoint", type=FILE, help="By default the demo's, if it is there; else an untrained model of its shape."
-)
+@click.option("--seconds", default=3.0, show_default=True, help="Of each way.")
+def bench_protocols(as_json: bool, seed: int, config: Path, seconds: float) -> None:
+    """Compare ranks over the Open Inference Protocol and gRPC with those under /v1; needs the extra grpc."""
+    from npu_gr.bench.protocols import ProtocolOptions, lines
+
+    _show(lines(ProtocolOptions(config=config, seconds=seconds, seed=seed)), "cpu", seed, as_json)
+
+
+@bench.command("door")
+@AS_JSON_LINES
+@SEED
+@SHIPPED_CONFIG
+@DEMO_CHECKPOINT
 @click.option("--layers", type=click.IntRange(1), help="Make an untrained model of so many layers.")
 @click.option("--max-history", type=click.IntRange(16), help="Make an untrained model that reads so many tokens.")
 @click.option("--history-tokens", default=60, show_default=True, type=click.IntRange(1), help="Of a rank.")
@@ -334,8 +346,8 @@ def bench_door(
     if wrong := [part for part in parts if part not in PARTS]:
         raise click.BadParameter(f"{wrong[0]!r} is none of {', '.join(PARTS)}", param_hint="--only")
     is_made = layers is not None or max_history is not None
-    if checkpoint is None and not is_made and DEMO_CHECKPOINT.is_dir():
-        checkpoint = DEMO_CHECKPOINT
+    if checkpoint is None and not is_made and DEMO.is_dir():
+        checkpoint = DEMO
     options = DoorOptions(
         config=config,
         checkpoint=checkpoint,
@@ -405,7 +417,11 @@ def bench_match_train(as_json: bool, edges: int, steps: int, threads: int, seed:
 @click.option("--log", "logs", multiple=True, type=FILE, help="Of the next item; MovieLens-100K if absent; repeatable.")
 @click.option("--codes", type=FILE, help="Folder with inter.json and index_rqvae.json: the generator with given IDs.")
 @click.option(
-    "--only", "parts", multiple=True, type=click.Choice(["match", "next", "codes", "cold"]), help="Run these parts."
+    "--only",
+    "parts",
+    multiple=True,
+    type=click.Choice(["match", "next", "codes", "features", "zozotown", "cold"]),
+    help="Run these parts; the last three run only if they are named.",
 )
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1), help="Trainings of each model.")
 @click.option("--quick", is_flag=True, help="One seed and few steps: shows that everything runs, in minutes.")
@@ -444,6 +460,14 @@ def bench_quality(
         found += [next_lines(read_log(log), log.name, effort) for log in logs or (movielens_100k(),)]
     if codes is not None and (not parts or "codes" in parts):
         found.append(codes_lines(read_log(codes / "inter.json"), codes / "index_rqvae.json", codes.name, effort))
+    if "features" in parts:
+        from npu_gr.bench.quality_features import movielens_lines
+
+        found.append(movielens_lines(effort.rank, effort.seeds))
+    if "zozotown" in parts:
+        from npu_gr.bench.quality_zozotown import zozotown_lines
+
+        found.append(zozotown_lines(effort.seeds[0]))
     for name, folder in (("match", pairs), ("codes", codes)):
         if folder is None and name in parts:
             raise click.UsageError(f"--only {name} needs --{'pairs' if name == 'match' else 'codes'}")

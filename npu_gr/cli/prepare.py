@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,12 @@ def _columns(_context: click.Context, _option: click.Parameter, names: str | Non
 @click.option("--items-key", default="", metavar="COLUMN", help="Its column with the item; guessed.")
 @click.option("--title", default="", metavar="COLUMN", help="Its column with the title; guessed, or `none`.")
 @click.option("--features", callback=_columns, metavar="COLUMNS", help="Its features, comma-separated; else all.")
+@click.option("--users", type=FILE, help="File with features of users, in any of the formats.")
+@click.option("--users-key", default="", metavar="COLUMN", help="Its column with the user; guessed.")
+@click.option("--user-features", callback=_columns, metavar="COLUMNS", help="Its features, comma-separated; else all.")
+@click.option("--event-features", callback=_columns, metavar="COLUMNS", help="Of LOG: what happened, as watch_time.")
+@click.option("--request-features", callback=_columns, metavar="COLUMNS", help="Of LOG: known when it asks, as device.")
+@click.option("--cross-features", callback=_columns, metavar="COLUMNS", help="Of LOG: of user and item, as affinity.")
 @click.option("--format", type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic")), help="Of LOG.")
 @click.option("--columns", callback=_columns, metavar="COLUMNS", help="Of a CSV or TSV without a header.")
 @click.option("--time-unit", type=click.Choice(("s", "ms", "us", "ns", "iso")), help="Recognised otherwise.")
@@ -57,6 +64,12 @@ def prepare(
     items_key: str,
     title: str,
     features: tuple[str, ...] | None,
+    users: Path | None,
+    users_key: str,
+    user_features: tuple[str, ...] | None,
+    event_features: tuple[str, ...] | None,
+    request_features: tuple[str, ...] | None,
+    cross_features: tuple[str, ...] | None,
     format: str | None,  # noqa: A002  (the name of the option)
     columns: tuple[str, ...] | None,
     time_unit: str | None,
@@ -69,7 +82,8 @@ def prepare(
     """Make a dataset of a LOG of events, for `train all` and `load`.
 
     LOG is CSV, TSV, Parquet, JSON (lines, a list, or {"user": [item, ...]}) or a RecBole atomic file, also packed
-    (.gz, .zst, .bz2). Columns and times are guessed, and what was guessed is printed.
+    (.gz, .zst, .bz2). Columns and times are guessed, and what was guessed is printed. A feature is a column's name, or
+    name:kind with one of the kinds category, hashed and number.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -86,6 +100,11 @@ def prepare(
         title=title,
         items_key=items_key,
         features=features,
+        users_key=users_key,
+        user_features=user_features,
+        event_features=event_features or (),
+        request_features=request_features or (),
+        cross_features=cross_features or (),
         columns=columns or (),
         format=format or "",
         has_time=not no_time,
@@ -105,7 +124,7 @@ def prepare(
                 tasks[stage] = bars.add_task(stage, total=1.0)
             bars.update(tasks[stage], completed=ratio)
 
-        prepared = work(log, out, options, items=items, on_stage=show)
+        prepared = work(log, out, options, items=items, users=users, on_stage=show)
     _print(prepared, out)
 
 
@@ -113,4 +132,4 @@ def _print(prepared: PreparedDataset, out: Path) -> None:
     from npu_gr.dataset.summary import summary
 
     click.echo(summary(prepared.manifest, out))
-    click.echo(f"\nnext: npu-gr train all {out} --out {out.parent}")
+    click.echo(f"\nnext: {shlex.join(['npu-gr', 'train', 'all', str(out), '--out', str(out.parent)])}")

@@ -104,11 +104,10 @@ def train_all(
 
     from npu_gr.train.site.configuration import SERVE
     from npu_gr.train.site.make import next_commands, train_site
-    from npu_gr.train.site.options import PRESETS
 
     console = Console(width=max(110, Console().width))
     try:
-        train_site(data, out, overrides, threads, console, PRESETS[preset])
+        train_site(data, out, overrides, threads, console, preset)
     except KeyboardInterrupt:
         click.echo("\nwhat is finished is kept, and the same command goes on; what was served stays", err=True)
         raise

@@ -4,7 +4,7 @@ from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client.answers import FoundItems, Item, Ranked
 from npu_gr.client.async_client import AsyncClient
 from npu_gr.client.blocking import Client, RelayCall
-from npu_gr.client.columns import Behaviours
+from npu_gr.client.columns import Behaviours, Features
 from npu_gr.client.relay import AsyncRelayCall
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Behaviours",
     "Client",
     "ClientTlsConfig",
+    "Features",
     "FoundItems",
     "Item",
     "Ranked",

@@ -18,7 +18,19 @@ from npu_gr.access.calling import calling_files
 from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client.answers import FoundItems, Ranked, found, ranked, read
 from npu_gr.client.channel import AGAIN, ApiKey, Channel, Reply, SafeCall
-from npu_gr.client.columns import Behaviours, Name, Names, Time, ids_of, item_column, listed, second
+from npu_gr.client.columns import (
+    Behaviours,
+    Features,
+    Name,
+    Names,
+    Time,
+    feature_columns,
+    feature_row,
+    ids_of,
+    item_column,
+    listed,
+    second,
+)
 from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadAnswer, TooLarge, Unavailable, Unprocessable, Unreachable
@@ -28,6 +40,7 @@ from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, MAX_KEY, PRINTABLE, EventsBody, EventsOut
+from npu_gr.server.codec.features import RankFeatures, RequestFeatures, SignalFeatures
 from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserEvents, UserWritten
@@ -45,6 +58,7 @@ MAX_QUERY = 6_000  # characters; a proxy may take 8,192 for the whole line
 MAX_HEADER = 512  # characters of the name of a user or a tenant
 _LEAST_S = 1e-3  # for the next of several requests of a call, whose time is over
 L = TypeVar("L", str, bytes)
+F = TypeVar("F", SignalFeatures, RequestFeatures, RankFeatures)
 _SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is refused it does without
 
 
@@ -114,6 +128,7 @@ class AsyncClient:
         timestamp: Time | None = None,
         top_k: int | None = None,
         unknown_items: Literal["ignore", "refuse"] | None = None,
+        features: Features | None = None,
         fields: Sequence[str] = (),
         model_version: str | None = None,
         tenant: str | None = None,
@@ -130,6 +145,7 @@ class AsyncClient:
             top_k: answer the best so many, too.
             unknown_items: candidates that the ranker does not know have no score, or the rank fails; None = as the
                 instance has it.
+            features: of the user, the request and the candidates; None = all are missing.
             fields: what to say of them beside their names: "title".
             model_version: None = the current one.
         """
@@ -143,6 +159,7 @@ class AsyncClient:
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             top_k=top_k,
             unknown_items=unknown_items,
+            features=_features(features, RankFeatures),
             fields=list(fields),
             model_version=model_version,
         )
@@ -248,6 +265,7 @@ class AsyncClient:
         context: Mapping[str, bool | int | float | str] | None = None,
         sources: Sequence[SourceName] | None = None,
         order: OrderName | None = None,
+        features: Features | None = None,
         fields: Sequence[str] = (),
         model_version: str | None = None,
         tenant: str | None = None,
@@ -265,6 +283,7 @@ class AsyncClient:
             deny_items: none of these.
             context: for the service's hook.
             sources: only these of the configured ones; None = all.
+            features: of the user and the request; None = all are missing.
             order: fitted, rank, fused or retrieval (nothing is ranked); None = as the service is configured.
         """
         body = RecommendBody(
@@ -280,6 +299,7 @@ class AsyncClient:
             context=dict(context or {}),
             sources=None if sources is None else list(sources),
             order=order,
+            features=_features(features, RequestFeatures),
             fields=list(fields),
             model_version=model_version,
         )
@@ -292,6 +312,7 @@ class AsyncClient:
         history: Behaviours | None = None,
         base: str | None = None,
         num_candidates: int | None = None,
+        features: Features | None = None,
         model_version: str | None = None,
         tenant: str | None = None,
         timeout_s: float | None = None,
@@ -301,12 +322,14 @@ class AsyncClient:
         Args:
             user, history, base, model_version: as of `rank`.
             num_candidates: of that rank; None = as the service is configured.
+            features: of the user.
         """
         body = SignalBody(
             **self._user(user, tenant),
             history=_history(history),
             base=base,
             num_candidates=num_candidates,
+            features=_features(features, SignalFeatures),
             model_version=model_version,
         )
         call = _call(SIGNAL.path, body, again=_SIGNAL_AGAIN)
@@ -318,6 +341,7 @@ class AsyncClient:
         *,
         history: Behaviours | None = None,
         num_candidates: int | None = None,
+        features: Features | None = None,
         model_version: str | None = None,
         tenant: str | None = None,
         timeout_s: float | None = None,
@@ -325,10 +349,10 @@ class AsyncClient:
         """Signal at once, and rank when retrieval is done: `async with client.relay(user) as relay`.
 
         Args:
-            user, history, num_candidates, model_version: as of `signal`.
+            user, history, num_candidates, features, model_version: as of `signal`.
             timeout_s: of the signal.
         """
-        return AsyncRelayCall(self, user, history, num_candidates, model_version, tenant, timeout_s)
+        return AsyncRelayCall(self, user, history, num_candidates, features, model_version, tenant, timeout_s)
 
     async def events(
         self,
@@ -491,6 +515,21 @@ def _key(idempotency_key: str | None) -> str:
     return idempotency_key
 
 
+def _features(features: Features | None, cls: type[F]) -> F | msgspec.UnsetType:
+    """Make the part of a body. Raises Unprocessable where the call has no place for some of them."""
+    if features is None:
+        return msgspec.UNSET
+    parts: dict[str, Any] = {"user": None if features.user is None else feature_row(features.user)}
+    if features.request:
+        parts["request"] = feature_row(features.request)
+    if features.cross:
+        parts["cross"] = feature_columns(features.cross, "features.cross")
+    for name in parts:
+        if name not in cls.__struct_fields__:
+            raise Unprocessable(f"features.{name}: this call takes {', '.join(cls.__struct_fields__)} alone")
+    return cls(**parts)
+
+
 def _history(history: Behaviours | None) -> Any:
     return None if history is None else history.on_the_wire("history")
 
@@ -520,7 +559,11 @@ def _as_header(name: str) -> str:
 
 def _given(body: msgspec.Struct) -> dict[str, Any]:
     """Leave out what was not given, so that an older service knows every field."""
-    given = {name: value for name, value in msgspec.structs.asdict(body).items() if value not in (None, {}, [])}
+    given = {
+        name: value
+        for name, value in msgspec.structs.asdict(body).items()
+        if value not in (None, msgspec.UNSET, {}, [])
+    }
     if given.get("tenant") == "":
         del given["tenant"]
     return given

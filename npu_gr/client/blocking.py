@@ -18,7 +18,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client.async_client import AsyncClient
-from npu_gr.client.columns import Behaviours, Name
+from npu_gr.client.columns import Behaviours, Features, Name
 from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.errors import NpuGrError
 from npu_gr.server.codec.signal import SignalOut
@@ -173,6 +173,7 @@ class Client:
         *,
         history: Behaviours | None = None,
         num_candidates: int | None = None,
+        features: Features | None = None,
         model_version: str | None = None,
         tenant: str | None = None,
         timeout_s: float | None = None,
@@ -184,6 +185,7 @@ class Client:
                 user,
                 history=history,
                 num_candidates=num_candidates,
+                features=features,
                 model_version=model_version,
                 tenant=tenant,
                 timeout_s=timeout_s,

@@ -8,11 +8,12 @@ timestamps  raw int64 unix seconds
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +25,8 @@ from npu_gr.server.codec import fields
 
 Name = str | int
 Names = Sequence[Name] | npt.NDArray[Any]
+Cell = bool | int | float | str | Sequence[str | int] | None  # None = missing
+Column = Sequence[Cell] | npt.NDArray[Any]
 Time = datetime | float  # with a zone; or unix seconds
 Times = Sequence[Time] | npt.NDArray[Any]
 _MOST_S = 2**62
@@ -37,6 +40,7 @@ class Behaviours:
     items: Names  # "SKU-0042-C" or 42; an array of int64 may hold ids
     actions: Sequence[str | float] | npt.NDArray[Any]  # "purchase"; 5 or 4.5 where ratings are the actions
     timestamps: Times  # with a zone, or unix seconds; datetime64 is UTC
+    features: Mapping[str, Column] = field(default_factory=dict)  # of each event
 
     def on_the_wire(self, field: str) -> fields.History:
         """Make the columns of a body.
@@ -51,7 +55,48 @@ class Behaviours:
             items=item_column(self.items, f"{field}.items"),
             actions=_action_names(self.actions, f"{field}.actions"),
             timestamps=_raw(seconds(self.timestamps, f"{field}.timestamps")),
+            features=feature_columns(self.features, f"{field}.features") or msgspec.UNSET,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Features:
+    """What a ranker reads of a user, a request and its candidates; `models()` says what it knows. Absent = missing."""
+
+    user: Mapping[str, Cell] | None = None  # a part of the history; None = those of the base, if there is one
+    request: Mapping[str, Cell] = field(default_factory=dict)  # hour, page, device
+    cross: Mapping[str, Column] = field(default_factory=dict)  # name -> a value for each candidate
+
+
+def feature_columns(columns: Mapping[str, Column], field: str) -> dict[str, Any]:
+    """Make columns of a body: an array of floats becomes raw float32, in which NaN is missing; all else a list.
+
+    Raises:
+        Unprocessable: names the feature and what is wrong with it.
+    """
+    made: dict[str, Any] = {}
+    for name, values in columns.items():
+        if isinstance(values, str):
+            raise Unprocessable(f"{field}.{name}: one text, where a value for each row belongs")
+        if not isinstance(values, np.ndarray):
+            made[name] = [cell_of(value) for value in values]
+        elif _flat(values, f"{field}.{name}").dtype.kind == "f":
+            made[name] = values.astype("<f4", copy=False).tobytes()
+        else:
+            made[name] = values.tolist()
+    return made
+
+
+def feature_row(row: Mapping[str, Cell]) -> dict[str, Any]:
+    """Make the features of one user or request."""
+    return {name: cell_of(value) for name, value in row.items()}
+
+
+def cell_of(value: Any) -> Any:
+    """Make a value of numpy, or several, plain."""
+    if isinstance(value, np.generic):
+        return value.item()
+    return list(value) if isinstance(value, tuple | set | frozenset) else value
 
 
 def item_column(names: Names, field: str) -> bytes:

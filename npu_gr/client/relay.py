@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, Self
 
 from npu_gr.client.answers import Ranked
-from npu_gr.client.columns import Behaviours, Name, Names, Time
+from npu_gr.client.columns import Behaviours, Cell, Features, Name, Names, Time
 from npu_gr.core.errors import NpuGrError, UnknownPrefix
 from npu_gr.server.codec.signal import SignalOut
 
@@ -31,6 +32,7 @@ class Caller(Protocol):
         *,
         history: Behaviours | None,
         num_candidates: int | None,
+        features: Features | None,
         model_version: str | None,
         tenant: str | None,
         timeout_s: float | None,
@@ -47,6 +49,7 @@ class Caller(Protocol):
         base: str | None,
         timestamp: Time | None,
         top_k: int | None,
+        features: Features | None,
         fields: Sequence[str],
         model_version: str | None,
         tenant: str | None,
@@ -65,6 +68,7 @@ class AsyncRelayCall:
         user: Name,
         history: Behaviours | None,
         num_candidates: int | None,
+        features: Features | None,
         model_version: str | None,
         tenant: str | None,
         timeout_s: float | None,
@@ -76,6 +80,7 @@ class AsyncRelayCall:
         self._user = user
         self._history = history
         self._num_candidates = num_candidates
+        self._features = features
         self._model_version = model_version
         self._tenant = tenant
         self._timeout_s = timeout_s
@@ -97,21 +102,34 @@ class AsyncRelayCall:
         *,
         timestamp: Time | None = None,
         top_k: int | None = None,
+        features: Features | None = None,
         fields: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Ranked:
-        """Score candidates against the history of the signal, as `AsyncClient.rank` does."""
+        """Score candidates against the history and the user's features of the signal, as `AsyncClient.rank` does.
+
+        Args:
+            features: of the request and the candidates; those of the user stay the signal's.
+        """
         loop = asyncio.get_running_loop()
         left_s = self._client.timeout_s if timeout_s is None else timeout_s
         until_at = loop.time() + left_s
         if self.signalled is not None and self._is_base_known:
             try:
                 base = self.signalled.history.fingerprint
-                return await self._rank(candidates, None, base, timestamp, top_k, fields, left_s)
+                late = self._late(features, None)
+                return await self._rank(candidates, None, base, timestamp, top_k, late, fields, left_s)
             except UnknownPrefix:
                 self._is_base_known = False
                 left_s = max(until_at - loop.time(), 1e-3)
-        return await self._rank(candidates, self._history, None, timestamp, top_k, fields, left_s)
+        whole = self._late(features, None if self._features is None else self._features.user)
+        return await self._rank(candidates, self._history, None, timestamp, top_k, whole, fields, left_s)
+
+    @staticmethod
+    def _late(features: Features | None, user: Mapping[str, Cell] | None) -> Features | None:
+        if features is None and user is None:
+            return None
+        return replace(features or Features(), user=user)
 
     async def _rank(
         self,
@@ -120,6 +138,7 @@ class AsyncRelayCall:
         base: str | None,
         timestamp: Time | None,
         top_k: int | None,
+        features: Features | None,
         fields: Sequence[str],
         timeout_s: float,
     ) -> Ranked:
@@ -130,6 +149,7 @@ class AsyncRelayCall:
             base=base,
             timestamp=timestamp,
             top_k=top_k,
+            features=features,
             fields=fields,
             model_version=self._model_version,
             tenant=self._tenant,
@@ -142,6 +162,7 @@ class AsyncRelayCall:
                 self._user,
                 history=self._history,
                 num_candidates=self._num_candidates,
+                features=self._features,
                 model_version=self._model_version,
                 tenant=self._tenant,
                 timeout_s=self._timeout_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import xxhash
 
 from npu_gr.core.arrays import I16, I64
 from npu_gr.core.errors import StoreFault
+from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 
 
 class UserKey(NamedTuple):
@@ -57,6 +58,7 @@ class Events:
     actions: I16  # [n] action ids as the model's config names them
     timestamps: I64  # [n] unix seconds
     origin: HistoryOrigin = FROM_REQUEST
+    features: Columns = NO_COLUMNS  # of each event
 
     def __post_init__(self) -> None:
         assert self.items.shape == self.actions.shape == self.timestamps.shape
@@ -65,7 +67,13 @@ class Events:
         return len(self.items)
 
     def __getitem__(self, part: slice) -> Events:
-        return Events(self.items[part], self.actions[part], self.timestamps[part], self.origin)
+        return self.take(part)
+
+    def take(self, rows: Any) -> Events:
+        """Return some events: a slice, a mask, indices."""
+        return Events(
+            self.items[rows], self.actions[rows], self.timestamps[rows], self.origin, self.features.take(rows)
+        )
 
     def __add__(self, newer: Events) -> Events:
         join = np.concatenate
@@ -74,11 +82,22 @@ class Events:
             join((self.actions, newer.actions)),
             join((self.timestamps, newer.timestamps)),
             newer.origin,
+            self.features.followed_by(newer.features, len(self), len(newer)),
         )
 
     def coming_from(self, origin: HistoryOrigin) -> Events:
         """Return the same behaviours with another origin."""
-        return Events(self.items, self.actions, self.timestamps, origin)
+        return replace(self, origin=origin)
+
+    def copy(self) -> Events:
+        """Return a copy of the request's own: a slice would keep the longer history alive that it was cut from."""
+        arrays = self.items.copy(), self.actions.copy(), self.timestamps.copy()
+        return Events(*arrays, features=self.features.copy())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.items.nbytes + self.actions.nbytes + self.timestamps.nbytes + self.features.nbytes
 
     @classmethod
     def make(cls, items: npt.ArrayLike, actions: npt.ArrayLike, timestamps: npt.ArrayLike) -> Events:
@@ -101,6 +120,7 @@ class Events:
             digest.update(first_index.to_bytes(8, "little"))
         for row in (self.items, self.actions, self.timestamps):
             digest.update(np.ascontiguousarray(row).data)
+        self.features.digested(digest.update)
         return digest.hexdigest()
 
 
@@ -117,6 +137,7 @@ class HistoryRef:
 
     events: Events | None = None
     base: str | None = None  # the fingerprint in an earlier answer
+    user_features: OneRow | None = None  # part of the prefix; None = those of the base, or none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +148,7 @@ class HistoryReport:
     num_tokens: int  # that the model read
     cut_tokens: int = 0  # events of the whole history in front of the window
     unknown_items: int = 0  # events of the window left out because the model lacks their item
+    missing_features: tuple[str, ...] = ()  # user.name or event.name: of the model, and nowhere in the history
     origin: HistoryOrigin = FROM_REQUEST  # where the behaviours came from
 
     def log_fields(self) -> dict[str, Any]:

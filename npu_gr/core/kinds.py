@@ -108,6 +108,19 @@ class Kind(Generic[Q, A]):
         return self.label == "outcome"
 
     @property
+    def is_model(self) -> bool:
+        """Whether the Open Inference Protocol has it as a model: what it answers are scores."""
+        return self.scored is not Scored.NOTHING
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The routes that serve it, with one method: its own, then those of the Open Inference Protocol."""
+        if not self.is_model:
+            return (self.path,)
+        model = f"/v2/models/{self.name}"
+        return (self.path, f"{model}/infer", f"{model}/versions/{{version}}/infer")
+
+    @property
     def title(self) -> str:
         """The name as it begins a sentence or an alert."""
         return self.name.title()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import NpuGrError, RequestError
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, Write, Written
+from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 
 
 class Request(Protocol):
@@ -135,6 +136,8 @@ class RankRequest:
     top_k: int | None = None  # also answer the best k, by the first task
     # candidates that the ranker does not know: no score, or no answer; None = as the configuration says
     unknown_items: Literal["ignore", "refuse"] | None = None
+    request_features: OneRow = field(default_factory=dict)  # of this request alone
+    cross_features: Columns = NO_COLUMNS  # of each candidate
     model_version: str | None = None
 
 
@@ -174,6 +177,7 @@ class RankAnswer:
     history: HistoryReport
     prefix_tokens: int  # of num_tokens, how many were read from cached KV
     unknown_candidates: int = 0
+    missing_features: tuple[str, ...] = ()  # of.name: features of the model that nothing was said of
     retrieval: F32 | None = None  # [c] retrieval scores, for a cascade over one trunk; NaN as in `scores`
     stages_s: dict[str, float] = field(default_factory=dict)
 
@@ -278,6 +282,7 @@ class RecommendRequest:
     deny_items: I64 | None = None  # [n] external ids
     timestamp: int | None = None  # unix seconds the items are shown at; None = now
     context: dict[str, bool | int | float | str] = field(default_factory=dict)  # for the hook: page, country, ...
+    request_features: OneRow = field(default_factory=dict)  # for the ranker
     sources: tuple[str, ...] | None = None  # only these of the configured ones; None = all
     order: OrderName | None = None  # None = the config's
     model_version: str | None = None  # of the ranker
@@ -300,6 +305,7 @@ class RecommendAnswer:
     history: HistoryReport
     unknown: Mapping[str, int] = field(default_factory=dict)  # source -> its items that the ranker does not know
     prefix_tokens: int = 0  # read from cached KV by the rank
+    missing_features: tuple[str, ...] = ()  # as of the rank
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property

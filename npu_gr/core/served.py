@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from npu_gr.core.arrays import I64
+from npu_gr.feature_schema.schema import Feature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +56,24 @@ class CatalogueInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWay:
+    """A way of computing a ranker's attention that the warm-up tried."""
+
+    name: str
+    prefill_ms: float | None = None  # the last chunk of the longest history; None = refused
+    rank_ms: float | None = None  # the most candidates behind it
+    drift: float | None = None  # largest difference of a logit from plain torch ops', in the logits' deviations
+    refused: str = ""  # why it is not used; "" = it could be
+
+    @property
+    def total_ms(self) -> float:
+        """What the ways are compared by; infinite where it is refused."""
+        if self.prefill_ms is None or self.rank_ms is None:
+            return float("inf")
+        return self.prefill_ms + self.rank_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """A model in service, or one that drains."""
 
@@ -64,8 +83,10 @@ class ModelInfo:
     actions: tuple[str, ...]
     num_items: int
     max_history_tokens: int
+    features: tuple[Feature, ...] = ()  # that it reads beside items, actions and times
     device: str
     dtype: str
     kernels: str = "torch"  # what runs the hot ops: torch, or the instruction set of the native kernels
     ops: Mapping[str, str] = field(default_factory=dict)  # an op that has more than one implementation -> the one used
+    attention: tuple[AttentionWay, ...] = ()  # what was tried for it, in order; () = there was one way, not measured
     is_draining: bool = False  # replaced: only requests that name its version get it, for `relay.t_life_s`

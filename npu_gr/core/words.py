@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 MOST = 64  # characters
 
 
@@ -16,6 +19,12 @@ def whole(pattern: str) -> str:
 def cut(text: str, most: int = MOST) -> str:
     """Shorten a text that a caller wrote, and say how long it was."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """Suggest the nearest of some words, to end a message; "" where none is near. To compare takes a length squared."""
+    found = difflib.get_close_matches(word, list(words), n=1) if len(word) < MOST else []
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def quoted(value: object, most: int = MOST) -> str:

@@ -4,7 +4,8 @@
     sort     part by part: by time, without exact duplicates, into events.parquet
     publish  the finished folder takes the place of `out`
 
-Memory does not grow with the rows, only with users and items. Disk: 32 bytes a row beside `out` until the end.
+Memory does not grow with the rows, only with users, items and distinct values of features. Disk: 32 bytes a row, and 4
+or 8 for each feature of the log, beside `out` until the end.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from npu_gr.dataset.files import (
     read_dataset,
 )
 from npu_gr.dataset.items import ItemTable, read_items
+from npu_gr.dataset.log_features import check_names
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import Rejects
 from npu_gr.dataset.rows import RowReader
@@ -41,6 +43,7 @@ from npu_gr.dataset.source import Source
 from npu_gr.dataset.sources import open_source
 from npu_gr.dataset.spill import Spill
 from npu_gr.dataset.tables import ArrowStream
+from npu_gr.dataset.users import UserTable, read_users
 from npu_gr.dataset.write import EventCounts, ItemCounts, write_events, write_items, write_users
 
 FILES = (MANIFEST, EVENTS, USERS, ITEMS, REJECTED)
@@ -53,7 +56,7 @@ class PreparedDataset:
     """What `prepare` made."""
 
     dataset: Dataset
-    num_rejected: int  # rows of the log and of the items' file
+    num_rejected: int  # rows of the log, and of the files of items and users
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -71,6 +74,7 @@ def prepare(
     options: PrepareOptions | None = None,
     *,
     items: Path | str | ArrowStream | None = None,
+    users: Path | str | ArrowStream | None = None,
     on_stage: OnStage = ignore_stage,
 ) -> PreparedDataset:
     """Make a dataset.
@@ -80,6 +84,7 @@ def prepare(
         out: folder of the dataset. One that is there is replaced at the end, and its actions keep their places.
         options: what is told rather than guessed.
         items: a file or frame with titles and features of items.
+        users: a file or frame with features of users.
         on_stage: called with the progress.
 
     Raises:
@@ -90,6 +95,7 @@ def prepare(
     options = options or PrepareOptions()
     source = open_source(log, options.format, options.columns)
     item_source = open_source(items) if items is not None else None
+    user_source = open_source(users) if users is not None else None
     with written_aside(out, is_dataset, FILES) as folder:
         old = OldActions()
         if is_dataset(out):
@@ -98,7 +104,7 @@ def prepare(
         make_private(folder / REJECTED)
         with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
             try:
-                build = _Build(source, item_source, options, rejected)
+                build = _Build(source, item_source, user_source, options, rejected)
                 manifest = build.run(folder, old, on_stage)
             except pa.ArrowException as error:  # a type that no column of a log has
                 raise DataError(f"{source.name}: {error}; --user, --item, --time ... name other columns") from error
@@ -110,26 +116,42 @@ def prepare(
 class _Build:
     """One run: the columns of the log are chosen when it is made, `run` does the rest."""
 
-    def __init__(self, source: Source, item_source: Source | None, options: PrepareOptions, rejected: IO[str]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        item_source: Source | None,
+        user_source: Source | None,
+        options: PrepareOptions,
+        rejected: IO[str],
+    ) -> None:
         self._source = source
         self._item_source = item_source
+        self._user_source = user_source
         self._options = options
         self._rejects = Rejects(rejected, source.name, source.place)
         self._item_rejects = Rejects(rejected, item_source.name, item_source.place) if item_source else None
+        self._user_rejects = Rejects(rejected, user_source.name, user_source.place) if user_source else None
         self._reader = RowReader(source, options)
 
     @property
     def num_rejected(self) -> int:
-        """Rows of the log and of the items' file that could not be used."""
-        return self._rejects.total + (self._item_rejects.total if self._item_rejects else 0)
+        """Rows of the log, and of the files of items and users, that could not be used."""
+        every = (self._rejects, self._item_rejects, self._user_rejects)
+        return sum(rejects.total for rejects in every if rejects)
 
     def run(self, folder: Path, old: OldActions, on_stage: OnStage) -> dict[str, Any]:
         """Write all files but the manifest, which is returned."""
         table = self._read_items(on_stage)  # first, because it is the shorter one: an error in it comes early
-        spill = Spill(folder / "spill")
+        users = self._read_users(on_stage)
+        check_names(
+            self._reader.features,
+            [one.name for one in users.features] if users else [],
+            [one.column for one in table.features] if table else [],
+        )
+        spill = Spill(folder / "spill", dtype=self._reader.dtype)
         try:
             for batch in self._source.batches(
-                self._reader.columns.names(), self._rejects.add, lambda ratio: on_stage("reading", ratio)
+                self._reader.column_names(), self._rejects.add, lambda ratio: on_stage("reading", ratio)
             ):
                 if len(batch.numbers):
                     spill.add(self._reader.read(batch, self._rejects))
@@ -141,13 +163,14 @@ class _Build:
             folder,
             spill.parts(),
             actions,
+            self._reader.features,
             keep_duplicates=self._options.keep_duplicates,
             num_rows=self._reader.num_rows,
             show=lambda ratio: on_stage("sorting", ratio),
         )
-        write_users(folder, self._reader.users.names())
+        num_without = write_users(folder, self._reader.users.names(), users)
         items = write_items(folder, self._reader.items, table)
-        return self._manifest(actions, table, counts, items)
+        return self._manifest(actions, table, counts, items) | self._features(users, num_without)
 
     def _read_items(self, on_stage: OnStage) -> ItemTable | None:
         if self._item_source is None or self._item_rejects is None:
@@ -162,6 +185,34 @@ class _Build:
             self._item_rejects.add,
             lambda ratio: on_stage("items", ratio),
         )
+
+    def _read_users(self, on_stage: OnStage) -> UserTable | None:
+        options = self._options
+        if self._user_source is None or self._user_rejects is None:
+            if options.user_features or options.users_key:
+                raise DataError("--user-features, --users-key: they name columns of a file of users; --users names it")
+            return None
+        return read_users(
+            self._user_source,
+            options.users_key,
+            self._reader.columns.user.name,
+            options.user_features,
+            self._user_rejects.add,
+            lambda ratio: on_stage("users", ratio),
+        )
+
+    def _features(self, users: UserTable | None, num_without: int) -> dict[str, Any]:
+        """The manifest's keys of features of users and of the log."""
+        of_users = users.features if users else []
+        return {
+            "user_features": [{"name": one.name, "kind": one.kind, "told": one.told} for one in of_users],
+            "log_features": [
+                {"name": one.name, "of": one.of, "kind": one.kind, "told": one.told} for one in self._reader.features
+            ],
+            "users_without_row": num_without,
+            "left_out_users": users.left_out if users else {},
+            "rejected_users": self._user_rejects.as_dict() if self._user_rejects else {},
+        }
 
     def _check_rejected(self) -> None:
         rejects = self._rejects

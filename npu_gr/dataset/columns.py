@@ -180,6 +180,28 @@ def choose_item_columns(
     return item, _optional("title", columns, kinds, told, source, {item.name})
 
 
+def choose_user_column(columns: Mapping[str, Any], told: str, log_user: str, source: str) -> Column:
+    """Choose the user of a file of users.
+
+    Args:
+        columns: the first cells of all columns.
+        told: its name; "" = it is guessed.
+        log_user: name of the log's column of users: the same name is taken first.
+        source: for messages.
+
+    Raises:
+        DataError: as `choose_log_columns`.
+    """
+    if told:
+        return _told(told, columns, source, "--users-key")
+    if log_user in columns:
+        return Column(log_user, "the log has it under this name")
+    kinds = {name: kind_of(array) for name, array in columns.items()}
+    if not _candidates("user", kinds) and "id" in map(_plain, columns):
+        return Column(next(name for name in columns if _plain(name) == "id"), "its name")
+    return _required("user", columns, kinds, {}, source, option="--users-key")
+
+
 def _required(
     role: str,
     columns: Mapping[str, Any],

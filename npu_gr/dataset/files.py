@@ -3,7 +3,8 @@
     manifest.json    what was taken and why, the actions, counts; `"kind": "npu_gr dataset"` says what the folder is
     events.parquet   user int32 (row of users.parquet), item int64, action int16, value float64 of ratings and ranges,
                      time int64 (unix seconds); by user, oldest first
-    users.parquet    name
+                     and `feature.X` of each feature X of the log: a number, a text, or a list of texts
+    users.parquet    name, and `feature.X` of each feature X of users
     items.parquet    id int64, name, title, and `feature.X` of each feature X: a text, or a list of texts
     rejected.jsonl   the first rows that could not be used, each with its reason
 
@@ -25,6 +26,8 @@ from npu_gr.catalogue.item_names import ItemNames
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.actions import ActionKind
 from npu_gr.dataset.arrow import pa, pc, pq
+from npu_gr.dataset.log_features import read_column
+from npu_gr.features.columns import FeatureColumn, LogFeatureOf
 from npu_gr.features.interactions import Interactions, ItemValues
 
 KIND = "npu_gr dataset"
@@ -59,10 +62,11 @@ class Dataset:
         """
         is_rated = self.manifest["actions"]["kind"] == ActionKind.RATINGS
         columns = ["user", "item", "value" if is_rated else "action", "time"]
-        table = self._read(EVENTS, columns)
+        table = self._read(EVENTS, columns + [FEATURE + one["name"] for one in self._features("log_features")])
         users, items, values, times = (table[name].to_numpy() for name in columns)
         order = np.argsort(times, kind="stable")
-        names = self._read(USERS, ["name"])["name"].to_pylist()
+        listed = self._read(USERS, ["name", *(FEATURE + one["name"] for one in self._features("user_features"))])
+        names = listed["name"].to_pylist()
         if len(users) and not 0 <= users.min() <= users.max() < len(names):
             raise DataError(f"{self.folder / EVENTS}: a user is not in {USERS}")
         return Interactions(
@@ -72,7 +76,20 @@ class Dataset:
             times[order],
             names,
             () if is_rated else self.action_names,
+            (
+                *(self._column(one, "user", listed) for one in self._features("user_features")),
+                *(self._column(one, one["of"], table).of_events(order) for one in self._features("log_features")),
+            ),
         )
+
+    def _features(self, key: str) -> list[dict[str, Any]]:
+        """What the manifest says of features; one that is older than they are says nothing."""
+        found: list[dict[str, Any]] = self.manifest.get(key, [])
+        return found
+
+    @staticmethod
+    def _column(one: Mapping[str, Any], of: LogFeatureOf, table: Any) -> FeatureColumn:
+        return read_column(one["name"], of, one["told"], table[FEATURE + one["name"]])
 
     def item_features(self) -> list[ItemValues]:
         """Read the features of items.

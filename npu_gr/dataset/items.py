@@ -13,20 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
-import orjson
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import MAX_NAME_BYTES
 from npu_gr.core.words import quoted
 from npu_gr.dataset.actions import bucket_edges, bucket_names, bucket_of
-from npu_gr.dataset.arrow import as_text, is_text, pa, pc
-from npu_gr.dataset.columns import CellKind, Column, choose_item_columns, kind_of
-from npu_gr.dataset.names import MISSING, has_point, texts_of, too_long
+from npu_gr.dataset.cells import Cells, cells_of, number_of, plain_text, values_of
+from npu_gr.dataset.columns import Column, choose_item_columns
+from npu_gr.dataset.names import has_point, texts_of, too_long
 from npu_gr.dataset.rejects import OnReject, RejectReason
 from npu_gr.dataset.source import OnProgress, RowBatch, Source
 
@@ -89,7 +86,7 @@ def read_items(
                 f"{source.name}: --features {missing[0]}: there is no such column; there are {', '.join(others)}"
             )
         others = list(dict.fromkeys(wanted))
-    kinds = {name: _kind(name, sample.columns[name], source) for name in others}
+    kinds = {name: cells_of(name, sample.columns[name], source) for name in others}
     with_point = has_point(sample.columns[key.name])
     table = ItemTable(key=key, title=title)
     cells: dict[str, list[Any]] = {name: [] for name in others}
@@ -102,7 +99,7 @@ def read_items(
                 for column in cells.values():
                     column.append(None)
             if title is not None:
-                table.titles[at] = (_plain(batch.columns[title.name][row].as_py()) or "")[:MAX_TITLE_CHARS]
+                table.titles[at] = (plain_text(batch.columns[title.name][row].as_py()) or "")[:MAX_TITLE_CHARS]
             for column_name, column in cells.items():
                 column[at] = batch.columns[column_name][row].as_py()
     for name in others:
@@ -127,32 +124,15 @@ def _names(batch: RowBatch, key: str, with_point: bool, on_reject: OnReject) -> 
             yield row, name
 
 
-def _kind(name: str, array: Any, source: Source) -> str:
-    """How a column's cells hold values: "list", "blanks", "bars", "number" or "text"."""
-    declared = source.types.get(name, "")
-    if declared == "token_seq":
-        return "blanks"
-    if declared == "token":
-        return "text"
-    if pa.types.is_list(array.type):
-        return "list"
-    kind = kind_of(array)
-    if kind in (CellKind.NUMBER, CellKind.INTEGER) and not name.lower().endswith("id"):
-        return "number"
-    if is_text(array) and pc.any(pc.match_substring(array, "|")).as_py():
-        return "bars"
-    return "text"
-
-
-def _feature(name: str, kind: str, cells: list[Any], *, is_wanted: bool) -> ItemColumn | str:
+def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> ItemColumn | str:
     """Make a feature of a column's cells, or say why not."""
     if kind == "number":
-        numbers = [_number(cell) for cell in cells]
+        numbers = [number_of(cell) for cell in cells]
         distinct = {number for number in numbers if number is not None}
         has_fraction = any(number != int(number) for number in distinct)
         if len(distinct) > _MIN_DISTINCT and (has_fraction or len(distinct) > MAX_VALUES or _is_own(distinct, numbers)):
             return _buckets(name, numbers)
-    values = [_values(cell, kind) for cell in cells]
+    values = [values_of(cell, kind) for cell in cells]
     counts = Counter(value for row in values for value in set(row))
     if not counts:
         return "empty"
@@ -178,38 +158,3 @@ def _buckets(name: str, numbers: Sequence[float | None]) -> ItemColumn:
     places = bucket_of(filled, edges).tolist()
     cells = [[] if number is None else [names[at]] for number, at in zip(numbers, places, strict=True)]
     return ItemColumn(name, "buckets", cells)
-
-
-def _number(cell: Any) -> float | None:
-    try:
-        number = float(cell)
-    except (TypeError, ValueError):
-        return None
-    return number if np.isfinite(number) else None
-
-
-def _values(cell: Any, kind: str) -> list[str]:
-    if cell is None:
-        return []
-    if isinstance(cell, list):
-        parts = [_plain(part) for part in cell]
-    elif kind == "blanks":
-        parts = _plain(cell).split(" ")
-    elif kind == "bars":
-        parts = [part.strip() for part in _plain(cell).split("|")]
-    else:
-        parts = [_plain(cell)]
-    return list(dict.fromkeys(part for part in parts if part not in MISSING))
-
-
-def _plain(cell: Any) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, str):
-        return cell
-    if isinstance(cell, list):
-        return " ".join(map(_plain, cell))
-    if isinstance(cell, bool | int | float | Decimal | date):
-        text: str = as_text(pa.array([cell]))[0].as_py() or ""
-        return text
-    return orjson.dumps(cell, default=str).decode()

@@ -14,6 +14,7 @@ from npu_gr.dataset.actions import ValueSample
 from npu_gr.dataset.arrow import as_numbers, pa, pc
 from npu_gr.dataset.columns import MAX_EVENT_TYPES, Column, LogColumns, choose_log_columns
 from npu_gr.dataset.json_rows import PLACE, NestedSource
+from npu_gr.dataset.log_features import log_features
 from npu_gr.dataset.names import (
     EVENT_LIMIT,
     ITEM_LIMIT,
@@ -29,8 +30,9 @@ from npu_gr.dataset.names import (
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import CODES, RejectReason, Rejects
 from npu_gr.dataset.source import RowBatch, Source
-from npu_gr.dataset.spill import ROW, Rows
+from npu_gr.dataset.spill import Rows, row_dtype
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
+from npu_gr.features.columns import LogFeatureOf
 
 _REASONS = list(RejectReason)
 
@@ -48,6 +50,13 @@ class RowReader:
         self._source = source
         self.columns = _choose(source, sample, options)
         self.time_kind = _recognise(source, sample, self.columns.time, options)
+        wanted: dict[LogFeatureOf, tuple[str, ...]] = {
+            "event": options.event_features,
+            "request": options.request_features,
+            "cross": options.cross_features,
+        }
+        self.features = log_features(sample.columns, wanted, source)
+        self.dtype = row_dtype([one.dtype for one in self.features])
         self._with_point = {
             one.name: has_point(sample.columns[one.name]) for one in (self.columns.user, self.columns.item)
         }
@@ -56,6 +65,10 @@ class RowReader:
         self.events = Codes()
         self.values = ValueSample()
         self.num_rows = 0  # that can be used
+
+    def column_names(self) -> list[str]:
+        """Names of the columns that are read."""
+        return list(dict.fromkeys([*self.columns.names(), *(one.name for one in self.features)]))
 
     def read(self, batch: RowBatch, rejects: Rejects) -> Rows:
         """Translate the rows of a batch that can be used; reject the others.
@@ -81,11 +94,13 @@ class RowReader:
         is_good = reasons == 0
         for row in np.flatnonzero(~is_good).tolist():
             rejects.add(int(batch.numbers[row]), _REASONS[reasons[row] - 1], batch.text(row))
-        rows = np.zeros(int(is_good.sum()), ROW)
+        rows = np.zeros(int(is_good.sum()), self.dtype)
         rows["user"] = codes_of(_kept(user, is_good), self.users.code)
         rows["item"] = codes_of(_kept(item, is_good), self.items.id)
         rows["time_us"] = time_us[is_good]
         rows["value"] = value[is_good]
+        for place, one in enumerate(self.features):
+            rows[f"f{place}"] = one.read(batch.columns[one.name].filter(pa.array(is_good)))
         if event is not None:
             rows["action"] = codes_of(_kept(event, is_good), self.events.code)
             self._check_events()

@@ -23,6 +23,7 @@ _OF_SUFFIX = {
     ".json": "json",
     ".inter": "atomic",
     ".item": "atomic",
+    ".user": "atomic",
 }
 _PACKED = (".gz", ".zst", ".bz2")
 

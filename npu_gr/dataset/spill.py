@@ -7,7 +7,7 @@ in as much memory as it needs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,33 @@ NUM_PARTS = 64
 MAX_ROWS = 1 << 20  # of a part that is sorted at once: 32 MiB, and three times that while it is sorted
 ROW = np.dtype([("user", "<i4"), ("action", "<i4"), ("item", "<i8"), ("time_us", "<i8"), ("value", "<f8")])
 Rows = npt.NDArray[Any]
-"""Of dtype ROW."""
+"""Of dtype `row_dtype`."""
+
+
+def row_dtype(features: Sequence[str] = ()) -> np.dtype[Any]:
+    """Make the dtype of rows: ROW, then the features of the log in the fields f0, f1, ...
+
+    Args:
+        features: dtype of each.
+    """
+    return np.dtype([*ROW.descr, *((f"f{place}", dtype) for place, dtype in enumerate(features))])
 
 
 class Spill:
     """Files of rows: user u stands in file (u // divisor) % NUM_PARTS."""
 
-    def __init__(self, folder: Path, divisor: int = 1) -> None:
+    def __init__(self, folder: Path, divisor: int = 1, dtype: np.dtype[Any] = ROW) -> None:
         """Make the files, which only their owner may read.
 
         Args:
             folder: made; deleted when everything has been read.
             divisor: NUM_PARTS to the power of the parts that this one is a part of.
+            dtype: of the rows.
         """
         folder.mkdir(mode=0o700)
         self._folder = folder
         self._divisor = divisor
+        self._dtype = dtype
         self._paths = [folder / str(part) for part in range(NUM_PARTS)]
         self._files = ExitStack()
         for path in self._paths:
@@ -65,12 +76,12 @@ class Spill:
         """Read all rows, a part at a time, each sorted by user, time and file order; the files are deleted."""
         self.close()
         for part, path in enumerate(self._paths):
-            num_rows = path.stat().st_size // ROW.itemsize
+            num_rows = path.stat().st_size // self._dtype.itemsize
             if num_rows > MAX_ROWS and (finer := self._finer(path, self._folder / f"{part}.parts")) is not None:
                 path.unlink()
                 yield from finer.parts()
                 continue
-            whole = np.fromfile(path, ROW)
+            whole = np.fromfile(path, self._dtype)
             path.unlink()
             if len(whole):
                 yield whole[np.lexsort((whole["time_us"], whole["user"]))]
@@ -78,11 +89,11 @@ class Spill:
 
     def _finer(self, path: Path, folder: Path) -> Spill | None:
         """Part a file again; None if it holds one user only."""
-        rows = np.memmap(path, ROW, "r")
+        rows = np.memmap(path, self._dtype, "r")
         first = int(rows["user"][0])
         if all((rows["user"][at : at + MAX_ROWS] == first).all() for at in range(0, len(rows), MAX_ROWS)):
             return None
-        finer = Spill(folder, self._divisor * NUM_PARTS)
+        finer = Spill(folder, self._divisor * NUM_PARTS, self._dtype)
         for at in range(0, len(rows), MAX_ROWS):
             finer.add(np.array(rows[at : at + MAX_ROWS]))
         return finer

@@ -12,6 +12,7 @@ from npu_gr.dataset.files import REJECTED
 from npu_gr.dataset.rejects import MAX_WRITTEN
 
 MAX_ACTIONS = 20  # named one by one
+_OF = {"event": "of the event", "request": "of the request", "cross": "of both"}
 
 
 def summary(manifest: Mapping[str, Any], out: Path) -> str:
@@ -30,6 +31,12 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
         yield f"  {'feature':14} {quoted(feature['name'])} ({feature['kind']})"
     for name, why in manifest["left_out"].items():
         yield f"  {'no feature':14} {quoted(name)}: {why}"
+    for feature in manifest["user_features"]:
+        yield f"  {'of the user':14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"
+    for feature in manifest["log_features"]:
+        yield f"  {_OF[feature['of']]:14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"
+    for name, why in manifest["left_out_users"].items():
+        yield f"  {'no feature':14} {quoted(name)}: {why}"
     items = manifest["items"]
     yield f"{manifest['events']:,} events, {manifest['users']:,} users, {items['with_events']:,} items"
     if items["all"] > items["with_events"] or items["without_row"] or items["with_title"]:
@@ -37,12 +44,15 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
             f"items' file: {items['with_title']:,} titles; {items['without_row']:,} items of the log are not in it, "
             f"{items['without_events']:,} in it have no event"
         )
+    if num := manifest["users_without_row"]:
+        yield f"users' file: {num:,} users of the log are not in it"
     if num := manifest["duplicates"]["rows"]:
         what = "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
         yield f"{num:,} rows repeat another one in user, item, time and action: {what}"
     yield from _rejected("rows", manifest["rejected"])
     yield from _rejected("rows of the items' file", manifest["rejected_items"])
-    if manifest["rejected"] or manifest["rejected_items"]:
+    yield from _rejected("rows of the users' file", manifest["rejected_users"])
+    if manifest["rejected"] or manifest["rejected_items"] or manifest["rejected_users"]:
         yield f"  the first {MAX_WRITTEN:,} of them: {out / REJECTED}"
     yield from manifest["notes"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +17,12 @@ from npu_gr.dataset.actions import ActionKind, Actions
 from npu_gr.dataset.arrow import pa, pq
 from npu_gr.dataset.files import EVENTS, FEATURE, ITEMS, USERS
 from npu_gr.dataset.items import ItemTable
+from npu_gr.dataset.log_features import LogFeature
 from npu_gr.dataset.names import LoggedItems
 from npu_gr.dataset.source import OnProgress
 from npu_gr.dataset.spill import Rows
 from npu_gr.dataset.times import US_PER_S
+from npu_gr.dataset.users import UserTable
 
 GROUP_ROWS = 1 << 17  # of events.parquet; readers take one group at a time
 _COMPRESSION = "zstd"
@@ -67,7 +69,14 @@ class ItemCounts(NamedTuple):
 
 
 def write_events(
-    folder: Path, parts: Iterator[Rows], actions: Actions, *, keep_duplicates: bool, num_rows: int, show: OnProgress
+    folder: Path,
+    parts: Iterator[Rows],
+    actions: Actions,
+    features: Sequence[LogFeature],
+    *,
+    keep_duplicates: bool,
+    num_rows: int,
+    show: OnProgress,
 ) -> EventCounts:
     """Write the events.
 
@@ -75,16 +84,22 @@ def write_events(
         folder: to write into.
         parts: rows, each part sorted by user and time.
         actions: what the codes and values of the rows mean.
+        features: of the rows.
         keep_duplicates: keep rows that are equal in everything, rather than the first of them.
         num_rows: of all parts.
         show: called with the progress.
 
     Raises:
+        DataError: a value of a feature is too long.
         OSError: the file cannot be written.
     """
     has_value = actions.kind in (ActionKind.RATINGS, ActionKind.BUCKETS)
     fields = [("user", pa.int32()), ("item", pa.int64()), ("action", pa.int16()), ("time", pa.int64())]
-    schema = pa.schema([*fields, ("value", pa.float64())] if has_value else fields)
+    if has_value:
+        fields.append(("value", pa.float64()))
+    of_features = [(FEATURE + one.name, one.arrow_type) for one in features]
+    schema = pa.schema([*fields, *of_features])
+    values = [None if one.kind == "number" else one.values() for one in features]
     counts = EventCounts(len(actions.names))
     path = folder / EVENTS
     make_private(path)
@@ -93,22 +108,38 @@ def write_events(
         for rows in _grouped(_distinct(part, counts, keep_duplicates) for part in parts):
             action = actions.of(rows)
             time = rows["time_us"] // US_PER_S
-            columns = [rows["user"], rows["item"], action.astype(np.int16), time, rows["value"]][: len(schema)]
+            columns = [rows["user"], rows["item"], action.astype(np.int16), time, rows["value"]][: len(fields)]
+            columns += [rows[f"f{place}"] for place in range(len(features))]
             columns = [np.ascontiguousarray(column) for column in columns]
             counts.add(columns, action, time)
-            writer.write_table(pa.table([pa.array(column) for column in columns], schema=schema))
+            arrays = [pa.array(column) for column in columns[: len(fields)]]
+            for one, known, cells in zip(features, values, columns[len(fields) :], strict=True):
+                arrays.append(one.column(cells, known))
+            writer.write_table(pa.table(arrays, schema=schema))
             done += len(rows)
             show(done / num_rows)
     show(1.0)
     return counts
 
 
-def write_users(folder: Path, names: list[str]) -> None:
-    """Write the names of users by code."""
+def write_users(folder: Path, names: list[str], table: UserTable | None) -> int:
+    """Write the names and features of users by code.
+
+    Returns:
+        How many of them the users' file lacks.
+    """
+    listed = table.rows if table else {}
+    rows = [listed.get(name) for name in names]
+    columns: dict[str, Any] = {"name": pa.array(names, pa.string())}
+    types = {"number": pa.float64(), "one": pa.string(), "many": pa.list_(pa.string())}
+    for feature in table.features if table else ():
+        values = [None if row is None else feature.values[row] for row in rows]
+        columns[FEATURE + feature.name] = pa.array(values, types[feature.kind])
     path = folder / USERS
     make_private(path)
     with path.open("wb") as file:
-        pq.write_table(pa.table({"name": pa.array(names, pa.string())}), file, compression=_COMPRESSION)
+        pq.write_table(pa.table(columns), file, compression=_COMPRESSION)
+    return sum(row is None for row in rows) if table else 0
 
 
 def write_items(folder: Path, logged: LoggedItems, table: ItemTable | None) -> ItemCounts:
@@ -147,10 +178,15 @@ def write_items(folder: Path, logged: LoggedItems, table: ItemTable | None) -> I
 
 def _distinct(rows: Rows, counts: EventCounts, keep_duplicates: bool) -> Rows:
     """Count rows that are equal to an earlier one in everything, and leave them out."""
-    order = np.lexsort((rows["value"], rows["action"], rows["item"], rows["time_us"], rows["user"]))
-    ranked = rows[order]
+    last = ("value", "action", "item", "time_us", "user")
+    names = [name for name in rows.dtype.names or () if name not in last]
+    order = np.lexsort([rows[name] for name in (*names, *last)])
+    is_equal = np.ones(max(0, len(rows) - 1), np.bool_)
+    for name in (*names, *last):
+        column = rows[name][order]
+        is_equal &= (column[1:] == column[:-1]) | ((column[1:] != column[1:]) & (column[:-1] != column[:-1]))  # NaN
     is_again = np.zeros(len(rows), np.bool_)
-    is_again[order[1:]] = ranked[1:] == ranked[:-1]
+    is_again[order[1:]] = is_equal
     counts.num_duplicates += int(is_again.sum())
     return rows if keep_duplicates else rows[~is_again]
 

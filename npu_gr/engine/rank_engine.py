@@ -1,15 +1,16 @@
 """The ranker's device work: prefill a history into pages, score candidates against one. READ after `service.py`.
 
 A ranker that also retrieves finds items too: a pass over NEXT gives the user vector u, and u the best of every item of
-the model's own table. A later pass over candidates may give each one's retrieval score beside its logits.
+the model's own table. A later pass over candidates may give each one's retrieval score beside its logits; where what
+was found is all that will be ranked, both passes are one job (`Ahead`).
 
 Every method submits a job to the scheduler and awaits it; tensors are built and read on the device threads only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,12 +26,24 @@ from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.job import Demand, JobOrder, JobStep
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.feature_schema.encode import Encoded
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
+from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU, HostTokens, Past, Segment
 from npu_gr.model.item_rows import NewItems
 
 FOUND = 200  # items that the warm-up finds
+
+
+class LateFeatures(NamedTuple):
+    """The features that no cached prefix holds; None = missing, or the model has none."""
+
+    request: Encoded | None = None  # [1]
+    cross: Encoded | None = None  # [c]
+
+
+NONE_LATE = LateFeatures()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +63,7 @@ class RankPass:
     cached: CachedPrefix | None = None
     keep: tuple[PageRun, ...] | None = None  # pages for the whole history; those of `cached`, if there are any
     vector: F32 | None = None  # [d] u, whose product with each candidate is wanted too
+    features: LateFeatures = NONE_LATE
 
     @property
     def demand(self) -> Demand:
@@ -57,14 +71,37 @@ class RankPass:
         start = self.cached.num_tokens if self.cached else self.first_token
         return Demand(len(self.tokens) - start, len(self.candidates))
 
+    def then(self, candidates: I64, vector: F32) -> RankPass:
+        """Make the pass over candidates [c] that follows this one at once: it reads the pages that this one wrote."""
+        cached = self.cached if self.keep is None else CachedPrefix(self.keep, len(self.tokens))
+        return replace(self, candidates=candidates, vector=vector, cached=cached, keep=None)
+
 
 class RankScores(NamedTuple):
     """A rank's logits, and where its time went."""
 
     logits: F32  # [c, tasks]
     retrieval: F32 | None  # [c] u . e_i, if the pass had a vector
-    queue_s: float
-    device_s: float
+    queue_s: float = 0.0
+    device_s: float = 0.0
+
+
+class NextItems(NamedTuple):
+    """What NEXT found."""
+
+    rows: I64  # [<= k] item rows, best first; of equals the lower row
+    vector: F32  # [d] u
+    candidates: I64 | None = None  # [c] item rows that were scored ahead; None = none were
+    scores: RankScores | None = None  # of them
+
+
+@dataclass(slots=True, eq=False)
+class Ahead:
+    """A rank of what a pass finds, in the same job: the request would ask for it as soon as it had the items."""
+
+    choose: Callable[[I64], I64]  # found item rows -> those to score, or none; called on a device thread
+    max_candidates: int
+    found: NextItems | None = None  # kept here too, for a request whose wait ended before the job did
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,18 +111,12 @@ class FindPass:
     history: RankPass  # without candidates; `candidate_time` is that of NEXT
     k: int  # most items to find; 0 = only u is wanted
     hidden: I64  # [n] item rows that must not be found, each once
+    ahead: Ahead | None = None  # None = nothing is scored
 
     @property
     def demand(self) -> Demand:
-        """The tokens that the pass computes, and NEXT."""
-        return self.history.demand.plus(Demand(rows=1))
-
-
-class NextItems(NamedTuple):
-    """What NEXT found."""
-
-    rows: I64  # [<= k] item rows, best first; of equals the lower row
-    vector: F32  # [d] u
+        """The tokens that the pass computes, NEXT, and the candidates of the pass after it."""
+        return self.history.demand.plus(Demand(rows=1 + (self.ahead.max_candidates if self.ahead else 0)))
 
 
 class RankEngine(PageJobs):
@@ -148,10 +179,7 @@ class RankEngine(PageJobs):
         )
         if work.cached is None and done.batch_size == 1:
             self.observe_pass(expected_s, done.device_s)
-        scores = done.value
-        num_tasks = len(self.model.config.tasks)
-        retrieval = None if work.vector is None else scores[:, num_tasks]
-        return RankScores(scores[:, :num_tasks], retrieval, done.queue_s, done.device_s)
+        return self._scores(work, done.value)._replace(queue_s=done.queue_s, device_s=done.device_s)
 
     async def find(self, work: FindPass, deadline_at: float, arrived_at: float | None = None) -> NextItems:
         """Find the best items for a request, in a pass that it may share with others that find.
@@ -164,16 +192,21 @@ class RankEngine(PageJobs):
         """
         history = work.history
         cached = history.cached.num_tokens if history.cached else 0
+        expected_s = self.cost.pass_s(history.demand.tokens, cached, 1) + self.find_s
+        if work.ahead:
+            expected_s += self.cost.pass_s(0, len(history.tokens), work.ahead.max_candidates)
         done = await self.scheduler.batch(
             work,
             self.find_all,
             deadline_at,
             objective_s=self.objective_s,
             arrived_at=arrived_at,
-            estimate_s=self.cost.pass_s(history.demand.tokens, cached, 1) + self.find_s,
+            estimate_s=expected_s,
             kind=RECOMMEND.name,
         )
         found: NextItems = done.value
+        if found.scores is not None:
+            found = found._replace(scores=found.scores._replace(queue_s=done.queue_s, device_s=done.device_s))
         return found
 
     def forward(self, passes: Sequence[RankPass]) -> list[F32]:
@@ -194,19 +227,36 @@ class RankEngine(PageJobs):
         return [part.reshape(own.shape) for part, own in zip(np.split(host, ends[:-1]), scores, strict=True)]
 
     def find_all(self, works: Sequence[FindPass]) -> list[NextItems]:
-        """Run NEXT behind every history, and search for all of them at once. Only on a device thread."""
+        """Run NEXT behind every history, and search for all of them at once; then score what is wanted ahead.
+
+        Only on a device thread.
+        """
         found = self.model(self.backend, [self._segment(work.history, is_next=True) for work in works])
         vectors = torch.cat(found).float()
         host = vectors.cpu().numpy()
         most = max(work.k for work in works)
-        if not most:
-            return [NextItems(np.empty(0, np.int64), u) for u in host]
-        hidden = Hidden.of([work.hidden for work in works])
-        best = self.backend.best_items(vectors, self._table()[: self.num_rows], most, hidden)
+        best = np.empty((len(works), 0), np.int64)
+        if most:
+            hidden = Hidden.of([work.hidden for work in works])
+            table = self._table()[: self.num_rows]
+            best = self.backend.best_items(vectors, table, most, hidden).items.cpu().numpy()
         answers = []
-        for work, u, rows in zip(works, host, best.items.cpu().numpy(), strict=True):
+        for work, u, rows in zip(works, host, best, strict=True):
             own = rows[: work.k]
             answers.append(NextItems(own[own >= 0], u))
+        return self._ranked_ahead(works, answers)
+
+    def _ranked_ahead(self, works: Sequence[FindPass], answers: list[NextItems]) -> list[NextItems]:
+        """Score what the requests choose of what they found, all in one more pass."""
+        passes: dict[int, RankPass] = {}
+        for place, (work, found) in enumerate(zip(works, answers, strict=True)):
+            if work.ahead is not None:
+                work.ahead.found = found
+                if len(rows := work.ahead.choose(found.rows)):
+                    passes[place] = work.history.then(rows, found.vector)
+        if passes:
+            for (place, one), scores in zip(passes.items(), self.forward([*passes.values()]), strict=True):
+                answers[place] = answers[place]._replace(candidates=one.candidates, scores=self._scores(one, scores))
         return answers
 
     @torch.inference_mode()
@@ -217,6 +267,11 @@ class RankEngine(PageJobs):
         if self._items is not None:  # a copy where the model is bf16; the warm-up made it
             self._items[first_row : first_row + len(vectors)] = vectors.float()
         self.backend.synchronize()
+
+    def _scores(self, work: RankPass, scores: F32) -> RankScores:
+        """Part what `forward` returns for a request."""
+        num_tasks = len(self.model.config.tasks)
+        return RankScores(scores[:, :num_tasks], None if work.vector is None else scores[:, num_tasks])
 
     def _table(self) -> torch.Tensor:
         if self._items is None:
@@ -230,30 +285,40 @@ class RankEngine(PageJobs):
         return (rows * self.backend.upload(work.vector)).sum(-1)
 
     def _segment(self, work: RankPass, *, is_next: bool = False) -> Segment:
-        tokens = work.tokens
         cached = work.cached
         start = cached.num_tokens if cached else work.first_token
+        times = work.tokens.timestamps
+        if not len(work.tokens.rows):  # the user's token, if any: as old as the candidates
+            times = np.full_like(times, work.candidate_time)
+        new = work.tokens[start:] if start else work.tokens
         past = None
         if cached:
             arena = self.arena
             held = cached
             past = Past(
-                self.backend.upload(tokens.events.timestamps[:start]),
+                self.backend.upload(times[:start]),
                 lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
             )
         return Segment(
-            items=self.backend.upload(tokens.rows[start:]),
-            actions=self.backend.upload(tokens.events.actions[start:].astype(np.int64)),
-            times=self.backend.upload(tokens.events.timestamps[start:]),
+            items=self.backend.upload(new.rows),
+            actions=self.backend.upload(new.events.actions.astype(np.int64)),
+            times=self.backend.upload(times[start:]),
             candidates=self.backend.upload(self._next if is_next else work.candidates),
             candidate_time=work.candidate_time,
             is_next=is_next,
             past=past,
             sink=None if work.keep is None else self.arena.sink(work.keep, start),
-            host=self._host_tokens(work, start),
+            host=self._host_tokens(work, start, times),
+            user=self._values(new.user),
+            events=self._values(new.features),
+            request=self._values(work.features.request),
+            cross=None if is_next else self._values(work.features.cross),
         )
 
-    def _host_tokens(self, work: RankPass, start: int) -> HostTokens | None:
+    def _values(self, encoded: Encoded | None) -> FeatureValues | None:
+        return None if encoded is None else FeatureValues(*map(self.backend.upload, encoded))
+
+    def _host_tokens(self, work: RankPass, start: int, times: I64) -> HostTokens | None:
         """What `Past` and `Sink` are, as numbers; None = the pages do not say it all."""
         first = 0 if work.cached else start
         if work.keep is not None and first:
@@ -262,7 +327,7 @@ class RankEngine(PageJobs):
         pages = None if runs is None else self.arena.paged(runs)
         if runs is not None and pages is None:
             return None
-        return HostTokens(work.tokens.events.timestamps[first:], pages)
+        return HostTokens(times[first:], pages)
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
         """Run every shape twice, time the second run, fit the cost model and keep it.

@@ -19,6 +19,8 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
+from npu_gr.feature_schema.computed import OF_TIME, read_rule
+
 Of = Literal["user", "event", "request", "item", "cross"]
 OFS: tuple[Of, ...] = get_args(Of)
 
@@ -51,6 +53,8 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mean: float = 0.0
     scale: float = 1.0
     clip: float = 10.0
+    computed: str = ""  # what we compute ourselves, see `computed.py`; "" = whoever asks sends the value
+    actions: tuple[str, ...] = ()  # of a computed cross feature: the actions that count; none = all
 
     def __post_init__(self) -> None:
         if self.kind != "category" and self.values:
@@ -63,6 +67,25 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"features.{self.name}: borders, mean, scale and clip belong to a number")
         if self.kind == "number":
             self._check_number()
+        self._check_computed()
+
+    def _check_computed(self) -> None:
+        if self.actions and not (self.computed and self.of == "cross"):
+            raise ValueError(f"features.{self.name}: actions belong to a computed cross feature")
+        if not self.computed:
+            return
+        if self.of == "request" and self.computed in OF_TIME:
+            if self.kind != "category":
+                raise ValueError(f"features.{self.name}: computed: {self.computed} is a category")
+        elif self.of == "cross":
+            if self.kind != "number":
+                raise ValueError(f"features.{self.name}: computed: {self.computed} is a number")
+            try:
+                read_rule(self.computed)
+            except ValueError as error:
+                raise ValueError(f"features.{self.name}: {error}") from error
+        else:
+            raise ValueError(f"features.{self.name}: computed: {self.computed!r} is nothing that a {self.of} has")
 
     def _check_number(self) -> None:
         if self.max_values != 1:

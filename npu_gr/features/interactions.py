@@ -21,6 +21,7 @@ import orjson
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import UserKey
+from npu_gr.features.columns import FeatureColumn
 from npu_gr.features.lines import read_lines
 
 _INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)  # `12.0` too: what a tool writes whose column had gaps
@@ -36,6 +37,7 @@ class Interactions:
     timestamps: I64  # [n] unix seconds
     user_names: list[str]
     action_names: tuple[str, ...] = ()  # value v is action_names[int(v)]; none = a value is a number, as a rating is
+    columns: tuple[FeatureColumn, ...] = ()  # features of users and of these events
 
     def __len__(self) -> int:
         return len(self.users)
@@ -48,6 +50,7 @@ class Interactions:
             self.timestamps[part],
             self.user_names,
             self.action_names,
+            tuple(column.of_events(part) for column in self.columns),
         )
 
 

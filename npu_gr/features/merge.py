@@ -62,4 +62,4 @@ def _rows(events: Events) -> list[bytes]:
 
 
 def _select(events: Events, places: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Events:
-    return Events(events.items[places], events.actions[places], events.timestamps[places], events.origin)
+    return events.take(places)

@@ -11,10 +11,21 @@ import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.shares import Account, Shares
+from npu_gr.feature_schema.columns import OneRow
 from npu_gr.features.base import StoredHistory
+
+
+class KnownHistory(NamedTuple):
+    """The newest events of a user, and the user's features as a request brought them."""
+
+    events: Events
+    first_index: int  # of the first of them, counted over everything the user ever did
+    user_features: OneRow | None = None
+
 
 STORED = ""  # in the place of a fingerprint: read from the store
 
@@ -36,11 +47,11 @@ class PrefixHistoryCache:
         self._capacity_bytes = capacity_bytes
         self._shares: Shares[_Holding] = Shares(_Holding, clock)
         self._numbers = itertools.count()
-        self._histories: dict[tuple[UserKey, str], tuple[StoredHistory, _Holding]] = {}
+        self._histories: dict[tuple[UserKey, str], tuple[KnownHistory, _Holding]] = {}
         self._by_user: dict[UserKey, dict[str, None]] = {}  # user -> fingerprints, the newest last
         self.bytes_used = 0
 
-    def remember(self, user: UserKey, fingerprint: str, history: StoredHistory) -> None:
+    def remember(self, user: UserKey, fingerprint: str, history: KnownHistory) -> None:
         """Keep a copy of a history; one that alone exceeds the capacity is not kept.
 
         Args:
@@ -67,9 +78,9 @@ class PrefixHistoryCache:
                 self._by_user[user][STORED] = self._by_user[user].pop(STORED)
                 return
             self._drop(key)
-        self._keep(key, stored)
+        self._keep(key, KnownHistory(*stored))
 
-    def last_known(self, user: UserKey) -> StoredHistory | None:
+    def last_known(self, user: UserKey) -> KnownHistory | None:
         """The newest history of a user that is cached; None if none is."""
         if user not in self._by_user:
             return None
@@ -79,7 +90,7 @@ class PrefixHistoryCache:
         """Whether anything of the user is cached."""
         return user in self._by_user
 
-    def find(self, user: UserKey, fingerprint: str) -> StoredHistory | None:
+    def find(self, user: UserKey, fingerprint: str) -> KnownHistory | None:
         """The history with this fingerprint; None if it is not cached (any more)."""
         key = (user, fingerprint)
         return self._use(key) if key in self._histories else None
@@ -95,23 +106,21 @@ class PrefixHistoryCache:
         for fingerprint in list(self._by_user.get(user, ())):
             self._drop((user, fingerprint))
 
-    def _keep(self, key: tuple[UserKey, str], history: StoredHistory) -> None:
+    def _keep(self, key: tuple[UserKey, str], history: KnownHistory) -> None:
         events = history.events
-        size = _bytes(events)
+        size = _bytes(history)
         if size > self._capacity_bytes:
             return
-        # a copy: a slice would keep alive, uncounted, the longer history that it was cut from
         user, fingerprint = key
         holding = self._shares.asking(user.tenant)
-        copied = Events.make(events.items, events.actions, events.timestamps)
-        self._histories[key] = StoredHistory(copied, history.first_index), holding
+        self._histories[key] = history._replace(events=events.copy()), holding
         self._use(key)
         self._by_user.setdefault(user, {})[fingerprint] = None
         holding.held += size
         self.bytes_used += size
         self._evict()
 
-    def _use(self, key: tuple[UserKey, str]) -> StoredHistory:
+    def _use(self, key: tuple[UserKey, str]) -> KnownHistory:
         """Make a history the most recently used; of two, the one with the smaller number was used less recently."""
         history, holding = self._histories[key]
         holding.used[key] = next(self._numbers)
@@ -131,13 +140,14 @@ class PrefixHistoryCache:
         user, fingerprint = key
         history, holding = self._histories.pop(key)
         del holding.used[key]
-        holding.held -= _bytes(history.events)
-        self.bytes_used -= _bytes(history.events)
+        holding.held -= _bytes(history)
+        self.bytes_used -= _bytes(history)
         known = self._by_user[user]
         known.pop(fingerprint, None)
         if not known:
             del self._by_user[user]
 
 
-def _bytes(events: Events) -> int:
-    return events.items.nbytes + events.actions.nbytes + events.timestamps.nbytes + 512  # and the objects around them
+def _bytes(history: KnownHistory) -> int:
+    of_user = 100 * len(history.user_features or ())
+    return history.events.nbytes + of_user + 512  # and the objects around them

@@ -27,6 +27,7 @@ from typing import Any
 from npu_gr.access.rules import rules
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Routing
+from npu_gr.fleet.envoy_picker import obeying, picker_cluster, picker_filter
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.server.headers import NOT_TAKEN
 
@@ -37,7 +38,9 @@ _SIGNAL_AGAIN = "connect-failure,retriable-headers"  # no instance has begun it
 
 def _paths(*routings: Routing) -> list[str]:
     """List the paths of the kinds that are routed like this; of a path with a user in it, the part before the user."""
-    return [kind.path.partition("{")[0] for kind in KINDS.values() if kind.routing in routings]
+    kinds = [kind for kind in KINDS.values() if kind.routing in routings]
+    whole = [path for kind in kinds for path in kind.paths if "{version}" not in path]
+    return [path.partition("{")[0] for path in whole]
 
 
 _SIGNAL_PATHS = _paths(Routing.SIGNAL)
@@ -70,7 +73,7 @@ def _forwarded(method: str) -> str:
 
 
 def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
-    """Make the JSON for `envoy -c`.
+    """Make the JSON for `envoy -c`; with `picker`, the router chooses, and what follows is only the fallback.
 
     It uses MAGLEV, because Envoy's ring moves users of healthy instances (envoyproxy/envoy#22558).
     """
@@ -87,11 +90,13 @@ def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
             match = {"path": path, "headers": [by_method]}
             if path in again:
                 normal_one = {"path": path, "headers": [by_method, _equals("x-npugr-service", "normal")]}
-                routes += [
-                    _envoy_route(normal_one, "normal", config),
-                    _envoy_route(match, "special", config, again=again[path], by_user=True),
-                    _envoy_refusal(match, 400, f"{config.user_header}: missing"),
-                ]
+                routes.append(_envoy_route(normal_one, "normal", config))
+                if config.picker is None:
+                    named = {**match, "headers": [by_method, {"name": config.user_header, "present_match": True}]}
+                    routes.append(_envoy_route(named, "special", config, again=again[path], by_user=True))
+                    routes.append(_envoy_refusal(match, 400, f"{config.user_header}: missing"))
+                else:  # the picker reads the user from the body as well
+                    routes.append(_envoy_route(match, "special", config, again=again[path], by_user=True))
             else:
                 routes.append(_envoy_route(match, "normal", config))
         routes += [
@@ -111,23 +116,31 @@ def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
         "max_request_headers_kb": max(1, config.limits.max_header_bytes // 1024),
         "route_config": {"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": routes}]},
         "http_filters": [
+            *([] if config.picker is None else [picker_filter(config)]),
             {
                 "name": "envoy.filters.http.router",
                 "typed_config": {"@type": f"{_TYPE}.filters.http.router.v3.Router"},
-            }
+            },
         ],
     }
-    listener = {
+    listener: dict[str, Any] = {
         "name": "npu_gr",
         "address": _address(config.host, config.port),
         "filter_chains": [
             {"filters": [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]}
         ],
     }
-    by_user = {"lb_policy": "MAGLEV", "maglev_lb_config": {"table_size": 65537}}
+    by_user: dict[str, Any] = {"lb_policy": "MAGLEV", "maglev_lb_config": {"table_size": 65537}}
+    by_load: dict[str, Any] = {"lb_policy": "LEAST_REQUEST"}
+    if config.picker is not None:
+        by_user = obeying("maglev", {"table_size": 65537})
+        by_load = obeying("least_request", {})
+        # a body that names its user is read whole first
+        listener["per_connection_buffer_limit_bytes"] = config.limits.max_body_bytes
     clusters = [
         _envoy_cluster("special", special, config, by_user),
-        _envoy_cluster("normal", normal, config, {"lb_policy": "LEAST_REQUEST"}),
+        _envoy_cluster("normal", normal, config, by_load),
+        *([] if config.picker is None else [picker_cluster(config, config.picker)]),
     ]
     table = {
         "admin": {"address": _address(config.admin_host, config.admin_port)},
@@ -147,7 +160,6 @@ def _envoy_route(
     action: dict[str, Any] = {"cluster": cluster, "timeout": _seconds(config.max_budget_s)}
     if by_user:
         action["hash_policy"] = [{"header": {"header_name": config.user_header}}]
-        match = {**match, "headers": [*match["headers"], {"name": config.user_header, "present_match": True}]}
     if again:
         predicate = f"{_TYPE}.retry.host.previous_hosts.v3.PreviousHostsPredicate"
         action["retry_policy"] = {

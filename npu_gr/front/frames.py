@@ -29,6 +29,7 @@ from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.secret import Secret
 from npu_gr.core.served import ModelInfo
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.front.wire import ErrorOut, Wire, wire_of
 from npu_gr.metrics.registry.deltas import Delta
 from npu_gr.metrics.slo import Objective
@@ -102,7 +103,9 @@ class StateFrame(_Frame, frozen=True, tag=7):
 
     why_not: str  # "" = new work is welcome
     models: tuple[ModelInfo, ...]
+    kind_versions: dict[str, tuple[str, ...]]  # that are served: kind -> its versions
     actions: dict[str, tuple[str, ...] | None]  # by version of the ranker; "" = where none is named
+    features: dict[str, tuple[Feature, ...]]  # the same
     unsorted_history: str
     admission: AdmissionConfig
     objectives_s: dict[str, float]

@@ -41,6 +41,21 @@ def bind(config: ServerConfig, num_workers: int) -> list[Addresses]:
     return [[place[number] for place in by_place] for number in range(num_workers)]
 
 
+def hold(config: ServerConfig) -> list[socket.socket]:
+    """Bind the port of gRPC, where no other process may be: the workers' servers open it themselves, and share it.
+
+    Raises:
+        ConfigError: it cannot be bound, or another process is there.
+    """
+    if config.grpc_port is None:
+        return []
+    try:
+        return _bind(config.host, config.grpc_port, 1)[0]
+    except OSError as error:
+        where = f"{config.host}:{config.grpc_port}"
+        raise ConfigError(f"server.host, server.grpc_port: cannot listen on {where}: {error}") from error
+
+
 def _bind(host: str, port: int, num_workers: int) -> list[list[socket.socket]]:
     """Bind for each worker one socket at each address that a host has."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

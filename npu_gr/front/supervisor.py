@@ -34,7 +34,7 @@ from typing import Any
 from npu_gr.core.signals import stop_signals
 from npu_gr.front.backoff import MANY, WINDOW_S, Backoff, Deaths
 from npu_gr.front.control import Control, Message
-from npu_gr.front.sockets import Addresses, bind, close
+from npu_gr.front.sockets import Addresses, bind, close, hold
 from npu_gr.server.config import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ class Supervisor:
         """
         self._plan = plan
         num_workers = plan.server.workers
+        self._held = hold(plan.server)
         self._sockets: list[Addresses] = bind(plan.server, num_workers)
         self._engine = Child("the engine", plan.engine)
         self._workers = [Child(f"front worker {number}", partial(plan.worker, number)) for number in range(num_workers)]
@@ -302,6 +303,7 @@ class Supervisor:
     async def _stop(self) -> None:
         """Let the workers finish what they have, then let the engine go."""
         self._is_stopping = True
+        close([self._held])
         for addresses in self._sockets:
             close(addresses)  # before the workers close theirs: nobody may wait in a queue that nobody reads
         for worker in self._workers:

@@ -123,7 +123,8 @@ class CascadeRun:
         rank_s = engine.cost.pass_s(len(tokens) - cached, cached, self.max_candidates) + engine.residual_s
         self._deadlines = split(self.began_at, deadline_at, rank_s, config)
         self._shown_at = int(time.time()) if request.timestamp is None else request.timestamp
-        self._trunk = TrunkUse(ranking, request.user, tokens, self._shown_at, self.max_candidates)
+        of_request = ranking.request_features(request.request_features)
+        self._trunk = TrunkUse(ranking, request.user, tokens, self._shown_at, self.max_candidates, of_request)
         self._exclude_seen = config.exclude_seen if request.exclude_seen is None else request.exclude_seen
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
         denied = [np.empty(0, np.int64) if request.deny_items is None else request.deny_items]
@@ -158,6 +159,7 @@ class CascadeRun:
             stages=tuple(self._reports),
             history=self._tokens.report,
             prefix_tokens=ranked.prefix_tokens if ranked else 0,
+            missing_features=ranked.missing_features if ranked else (),
             stages_s={
                 "history": history_s,
                 "retrieve": retrieved_at - self.began_at,
@@ -171,13 +173,7 @@ class CascadeRun:
     async def _retrieve(self) -> dict[int, str]:
         """Find candidates, best first, each with its source; popular items follow if there are too few."""
         names = list(self._sources)
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._ask(*source)) for source in self._sources.items()]
-        found = [task.result() for task in tasks]
-        for error in found:
-            if isinstance(error, RequestError):
-                raise error
-        items, row = in_turns([self._allowed(one) for one in found if not isinstance(one, RequestError)])
+        items, row = in_turns([self._allowed(one) for one in await self._asked()])
         origins = {item: names[index] for item, index in zip(items.tolist(), row.tolist(), strict=True)}
         if self._drops_unknown:  # now, so that popular items fill up what is short
             known, _ = self._parted(items, origins)
@@ -185,6 +181,45 @@ class CascadeRun:
         if len(origins) < min(self._request.num_items, self.max_candidates):
             self._fill_up(origins)
         return origins
+
+    async def _asked(self) -> list[I64]:
+        """Ask all sources, side by side: what each found, in their order."""
+        if self._is_one_job():
+            return await self._asked_ahead()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._ask(*source)) for source in self._sources.items()]
+        found = []
+        for task in tasks:
+            if isinstance(one := task.result(), RequestError):
+                raise one
+            found.append(one)
+        return found
+
+    def _is_one_job(self) -> bool:
+        """Whether the trunk's items are all that the candidates wait for: then they are ranked where they are found."""
+        others = [source for name, source in self._sources.items() if name != TRUNK]
+        waits = any(source.waits for source in others) or self._parts.hook is not None
+        waits |= bool(self._ranking.features.cross.features)  # of candidates that are not known yet
+        return self.uses_trunk and self._order != "retrieval" and not waits
+
+    async def _asked_ahead(self) -> list[I64]:
+        """Ask the trunk last, and let it rank what the merge will be."""
+        found: dict[str, I64] = {}
+
+        def merged(items: I64) -> I64:
+            ours = {**found, TRUNK: items}
+            chosen = in_turns([self._allowed(ours[name]) for name in self._sources])[0]
+            if len(self._parts.popular) and len(chosen) < min(self._request.num_items, self.max_candidates):
+                return chosen[:0]  # popular ones will follow
+            return chosen[: self.max_candidates]
+
+        self._trunk.rank_ahead(merged)
+        for name in sorted(self._sources, key=lambda name: name == TRUNK):
+            one = await self._ask(name, self._sources[name])
+            if isinstance(one, RequestError):
+                raise one
+            found[name] = one
+        return [found[name] for name in self._sources]
 
     def _fill_up(self, origins: dict[int, str]) -> None:
         """Add popular items after the candidates that were found."""
@@ -233,7 +268,11 @@ class CascadeRun:
         except RequestError as error:
             return error
         except NpuGrError as error:
-            result = _result_of(name, error)
+            late = self._trunk.found_late() if name == TRUNK else None
+            if late is None:
+                result = _result_of(name, error)
+            else:
+                items = late
         self._report(name, result, began_at, len(items))
         return items
 
@@ -293,7 +332,13 @@ class CascadeRun:
         if not len(items):
             self._report("rank", StageResult.PARTIAL, began_at, 0)
             return None
-        request = RankRequest(user=self._request.user, candidates=items, history=HistoryRef(), timestamp=self._shown_at)
+        request = RankRequest(
+            user=self._request.user,
+            candidates=items,
+            history=HistoryRef(),
+            timestamp=self._shown_at,
+            request_features=self._request.request_features,
+        )
         try:
             async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
                 # the rank's objective counts from its own stage: counted from the cascade's arrival it would be over

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+import xxhash
+
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadRequest, NpuGrError, StoreFailed, Unavailable, UnknownPrefix, Unprocessable
 from npu_gr.core.history import (
@@ -19,9 +22,10 @@ from npu_gr.core.history import (
     Written,
 )
 from npu_gr.core.time_order import OnUnsorted, oldest_first
+from npu_gr.feature_schema.columns import OneRow
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.named_actions import difference
-from npu_gr.features.prefix_history_cache import PrefixHistoryCache
+from npu_gr.features.prefix_history_cache import KnownHistory, PrefixHistoryCache
 from npu_gr.metrics.registry import Metrics
 
 
@@ -31,21 +35,29 @@ class UserHistory:
 
     events: Events  # oldest first, with those that no model knows
     first_index: int  # of the first of them in the user's whole history
-    newest: StoredHistory  # as many as the models in service read: all that a delta needs to be continued
+    newest: KnownHistory  # as many as the models in service read: all that a delta needs to be continued
     fingerprint: str  # of the newest; equal histories have equal ones, whatever way they came
+    user_features: OneRow | None = None
 
     @classmethod
-    def of(cls, events: Events, first_index: int, window_events: int) -> UserHistory:
+    def of(
+        cls, events: Events, first_index: int, window_events: int, user_features: OneRow | None = None
+    ) -> UserHistory:
         """Name a history by its newest events.
 
         Args:
             events: oldest first.
             first_index: of the first of them in the user's whole history.
             window_events: the newest ones that the models in service have room for.
+            user_features: which are a part of the prefix.
         """
         beyond = max(0, len(events) - window_events)
-        newest = StoredHistory(events[beyond:], first_index + beyond)
-        return cls(events, first_index, newest, newest.events.fingerprint(newest.first_index))
+        newest = KnownHistory(events[beyond:], first_index + beyond, user_features or None)
+        fingerprint = newest.events.fingerprint(newest.first_index)
+        if user_features:
+            of_user = msgspec.msgpack.encode(sorted(user_features.items()))
+            fingerprint = xxhash.xxh3_128_hexdigest(fingerprint.encode() + of_user)
+        return cls(events, first_index, newest, fingerprint, newest.user_features)
 
 
 class Histories:
@@ -105,19 +117,20 @@ class Histories:
             base = self.cache.find(user, ref.base)
             if base is None:
                 raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
+            of_user = base.user_features if ref.user_features is None else ref.user_features
             if ref.events is None:
-                return UserHistory.of(base.events, base.first_index, window_events)
+                return UserHistory.of(base.events, base.first_index, window_events, of_user)
             events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
-            return UserHistory.of(events, base.first_index, window_events)
+            return UserHistory.of(events, base.first_index, window_events, of_user)
         if ref.events is not None:
-            return UserHistory.of(ref.events, 0, window_events)
+            return UserHistory.of(ref.events, 0, window_events, ref.user_features)
         if self.store is None:
             raise BadRequest("history: missing, and this instance has no history store")
         try:
             stored = await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
         except StoreFailed as error:
             stored = self._degraded(user, error, self._on_failure)
-        return UserHistory.of(stored.events, stored.first_index, window_events)
+        return UserHistory.of(stored.events, stored.first_index, window_events, ref.user_features)
 
     async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
         """Read the items of a history for a job that can do without one: what cannot be read is empty.
@@ -149,7 +162,7 @@ class Histories:
             source = HistorySource.LAST_KNOWN
         elif policy == "nothing":
             source = HistorySource.NOTHING
-            known = StoredHistory(Events.empty(), 0)
+            known = KnownHistory(Events.empty(), 0)
         else:
             self._metrics.store.degraded("failed", error.fault)
             raise error
@@ -162,7 +175,7 @@ class Histories:
         As they came: what the model in service lacks or cuts counts in the window of every later request, so that a
         delta reads what the whole history reads.
         """
-        if ref.events is not None:
+        if ref.events is not None or (ref.base is not None and ref.user_features is not None):
             self.cache.remember(user, history.fingerprint, history.newest)
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:

@@ -26,7 +26,18 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
-from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
+from npu_gr.engine.rank_engine import (
+    NONE_LATE,
+    Ahead,
+    FindPass,
+    LateFeatures,
+    NextItems,
+    RankEngine,
+    RankPass,
+    RankScores,
+)
+from npu_gr.feature_schema.columns import ModelFeatures, OneRow
+from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory
@@ -71,6 +82,7 @@ class Ranking:
         self._config = config
         self.model = model
         self.actions = ActionNames(model.actions)
+        self.features = ModelFeatures(model.features)
         self.names = names  # replaced where a reload finds others beside the same weights
         self.items = items
         self.order = order
@@ -88,7 +100,8 @@ class Ranking:
     @property
     def max_events(self) -> int:
         """Newest behaviours that the window has room for."""
-        return self._config.max_history_tokens or self.model.max_history_tokens
+        most = self._config.max_history_tokens or self.model.max_history_tokens
+        return most - bool(self.features.user.features)
 
     @property
     def version(self) -> str:
@@ -118,6 +131,8 @@ class Ranking:
             refuse_unknown=self._config.unknown_items == "refuse",
             first_index=history.first_index,
             name=history.fingerprint,
+            features=self.features,
+            user_features=history.user_features,
         )
         self._metrics.rank.history_read(tokens.report)
         return tokens
@@ -155,6 +170,7 @@ class Ranking:
         refuses = (request.unknown_items or self._config.unknown_items) == "refuse"
         rows, known = self._candidates(request.candidates, refuses)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
+        work = RankPass(tokens, 0, rows, shown_at, vector=vector, features=self.late_features(request, known))
         taken: AbstractAsyncContextManager[Lease] = (
             self.relay.lease(request.user, tokens, len(rows), call.deadline_at, call.slot.outside)
             if lease is None
@@ -163,32 +179,68 @@ class Ranking:
         async with taken as lease:
             lease_s = time.monotonic() - began_at
             lease, scored = await self._tried(
-                lambda work: self.engine.rank(work, call.deadline_at, call.arrived_at),
-                RankPass(tokens, 0, rows, shown_at, vector=vector),
-                lease,
+                lambda leased: self.engine.rank(leased, call.deadline_at, call.arrived_at), work, lease
             )
+        return self._answer(request, work, lease, scored, known, {"history": history_s, "lease": lease_s})
+
+    def ranked_ahead(self, request: RankRequest, tokens: Tokens, lease: Lease, found: NextItems) -> RankAnswer | None:
+        """Answer a rank from what `find` scored ahead.
+
+        Args:
+            request: its candidates.
+            tokens: of its history.
+            lease: that `find` used.
+            found: by it.
+
+        Returns:
+            None = other candidates were scored, or none.
+        """
+        if found.candidates is None or found.scores is None:
+            return None
+        if not np.array_equal(self.vocabulary.ids_of(found.candidates), request.candidates):
+            return None
+        assert request.timestamp is not None
+        known = np.ones(len(found.candidates), np.bool_)
+        late = self.late_features(request, known)
+        work = RankPass(tokens, 0, found.candidates, request.timestamp, features=late)
+        return self._answer(request, work, lease, found.scores, known, {})
+
+    def _answer(
+        self,
+        request: RankRequest,
+        work: RankPass,
+        lease: Lease,
+        scored: RankScores,
+        known: np.ndarray[Any, np.dtype[np.bool_]],
+        stages_s: dict[str, float],
+    ) -> RankAnswer:
+        """Say what a pass computed, and check some of it."""
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:
-            self._own(self._selfcheck(tokens, rows, shown_at, scored.logits))
+            self._own(self._selfcheck(work, scored.logits))
         return RankAnswer(
             model_version=self.version,
             outcome=lease.outcome,
             reason=lease.reason,
             scores=self._scores(scored.logits, known),
             top=self._top(request, scored.logits, known),
-            history=tokens.report,
+            history=work.tokens.report,
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
-            unknown_candidates=len(known) - len(rows),
+            unknown_candidates=len(known) - len(scored.logits),
+            missing_features=self._missing(request, work.tokens),
             retrieval=None if scored.retrieval is None else _placed(scored.retrieval, known),
-            stages_s={
-                "history": history_s,
-                "lease": lease_s,
-                "queue": scored.queue_s,
-                "device": scored.device_s,
-            },
+            stages_s=stages_s | {"queue": scored.queue_s, "device": scored.device_s},
         )
 
     async def find(
-        self, tokens: Tokens, shown_at: int, k: int, hidden: I64, lease: Lease, call: Call
+        self,
+        tokens: Tokens,
+        shown_at: int,
+        k: int,
+        hidden: I64,
+        lease: Lease,
+        call: Call,
+        features: Encoded | None = None,
+        ahead: Ahead | None = None,
     ) -> tuple[Lease, NextItems]:
         """Find the best of the model's own items. Only where it retrieves.
 
@@ -199,19 +251,23 @@ class Ranking:
             hidden: [n] item rows that must not be found, each once.
             lease: of the prefix; pages that it keeps are written.
             call: when the stage began, and when it must be done.
+            features: of the request; None = missing.
+            ahead: what of it to score in the same job; None = nothing.
 
         Returns:
             The lease that was used (another one, if the device failed while it read the prefix), and what was found.
         """
         return await self._tried(
-            lambda work: self.engine.find(FindPass(work, k, hidden), call.deadline_at, call.arrived_at),
-            RankPass(tokens, 0, NOTHING, shown_at),
+            lambda work: self.engine.find(FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at),
+            RankPass(tokens, 0, NOTHING, shown_at, features=LateFeatures(features)),
             lease,
         )
 
     async def _tried(self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease) -> tuple[Lease, T]:
         """Run one pass; if the device fails while it reads a prefix, run one more without the prefix."""
-        leased = replace(work, first_token=lease.first_token, cached=lease.cached, keep=lease.keep)
+        leased = replace(work, cached=lease.cached, keep=lease.keep)
+        if lease.first_token:  # degraded
+            leased = replace(leased, tokens=work.tokens.newest(len(work.tokens) - lease.first_token))
         try:
             return lease, await run(leased)
         except DeviceError:
@@ -252,12 +308,44 @@ class Ranking:
         top: I64 = request.candidates[known][best]
         return top
 
+    # ---- features
+
+    def late_features(self, request: RankRequest, known: np.ndarray[Any, np.dtype[np.bool_]]) -> LateFeatures:
+        """Encode the features that a cached prefix does not hold.
+
+        Args:
+            request: with them.
+            known: [c] whether the catalogue has a candidate.
+
+        Raises:
+            Unprocessable: a value does not fit the model.
+        """
+        features = self.features
+        if not features.features:
+            return NONE_LATE
+        cross = request.cross_features if known.all() else request.cross_features.take(known)
+        return LateFeatures(
+            self.request_features(request.request_features),
+            features.rows(features.cross, cross, int(np.count_nonzero(known))),
+        )
+
+    def request_features(self, values: OneRow) -> Encoded | None:
+        """Encode the features of a request; None where the model has none. Raises Unprocessable if one does not fit."""
+        try:
+            return self.features.row(self.features.request, values)
+        except ValueError as error:
+            raise Unprocessable(f"features.request.{error}") from None
+
+    def _missing(self, request: RankRequest, tokens: Tokens) -> tuple[str, ...]:
+        late = self.features.missing(request=request.request_features, cross=request.cross_features.given)
+        return tokens.report.missing_features + late
+
     # ---- the self-check
 
-    async def _selfcheck(self, tokens: Tokens, rows: I64, shown_at: int, cached: F32) -> None:
+    async def _selfcheck(self, work: RankPass, cached: F32) -> None:
         """Score a served request again without its prefix KV, behind the requests that wait; export the drift."""
         try:
-            cold = await self.engine.rank(RankPass(tokens, 0, rows, shown_at), time.monotonic() + _SELFCHECK_S)
+            cold = await self.engine.rank(replace(work, vector=None), time.monotonic() + _SELFCHECK_S)
         except NpuGrError:
             return  # the device has no time for it now
         drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))

@@ -127,8 +127,8 @@ class ScoredItems:
         every = np.arange(len(made.ids), len(made))
         replaced = every[made.rows(made.new_ids) != every]
         self.hidden = np.union1d(rows[rows != UNKNOWN], replaced)
-        self._engine.num_rows = len(made)
         self.vocabulary = made
+        self._engine.num_rows = len(made)  # last: a device thread that finds a row asks the vocabulary for its id
 
     def _plan(self, snapshot: Snapshot, vocabulary: ItemVocabulary, is_strict: bool) -> _Plan:
         offered = snapshot.item_ids

@@ -46,6 +46,7 @@ class SizedSource(NamedTuple):
 
     ask: Source
     num_items: int
+    waits: bool = True  # for the device, or for others; False = it answers at once
 
 
 async def from_trunk(asked: SourceRequest) -> I64:

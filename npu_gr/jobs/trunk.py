@@ -3,6 +3,9 @@
     find    lease of the prefix KV -> NEXT (with the encode, where something is missing) -> u -> the best items
     rank    the same prefix -> logits of the candidates, and u . e_i of each, whichever source it came from
 
+Where nobody has a word between the two (`rank_ahead`), both passes are one job of the device: `rank` then finds its
+scores there already, unless other candidates came to be ranked after all.
+
 Lease, item table and order are of one version. A prefix that the first pass wrote is published before the second, so
 that other requests of the user need not wait for this one's sources. Where no page holds it (a short history, no room,
 a device that failed to read it), the second pass leases it as any rank does.
@@ -10,6 +13,7 @@ a device that failed to read it), the second pass leases it as any rank does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -18,9 +22,11 @@ import numpy as np
 
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
-from npu_gr.core.arrays import F32, I64
+from npu_gr.core.arrays import I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import RankAnswer, RankRequest
+from npu_gr.engine.rank_engine import Ahead, NextItems
+from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.relay.relay import Lease
@@ -29,7 +35,15 @@ from npu_gr.relay.relay import Lease
 class TrunkUse:
     """What a request holds of the trunk: `async with`, which ends its lease. Event loop only."""
 
-    def __init__(self, ranking: Ranking, user: UserKey, tokens: Tokens, shown_at: int, max_candidates: int) -> None:
+    def __init__(
+        self,
+        ranking: Ranking,
+        user: UserKey,
+        tokens: Tokens,
+        shown_at: int,
+        max_candidates: int,
+        features: Encoded | None = None,
+    ) -> None:
         """Lease nothing yet.
 
         Args:
@@ -38,16 +52,19 @@ class TrunkUse:
             tokens: of that history.
             shown_at: unix seconds of NEXT, and of the candidates.
             max_candidates: that the rank will bring.
+            features: of the request, for NEXT; None = missing.
         """
         self._ranking = ranking
         self._user = user
         self._tokens = tokens
         self._shown_at = shown_at
         self._max_candidates = max_candidates
+        self._features = features
         self._held = AsyncExitStack()
         self._first: Lease | None = None  # how the first pass got the prefix
         self._lease: Lease | None = None  # for the second
-        self.vector: F32 | None = None  # [d] u; None = not found
+        self._ahead: Ahead | None = None
+        self._found: NextItems | None = None
 
     async def __aenter__(self) -> TrunkUse:
         return self
@@ -56,6 +73,28 @@ class TrunkUse:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         await self._held.__aexit__(kind, error, where)
+
+    def rank_ahead(self, choose: Callable[[I64], I64]) -> None:
+        """Let `find` score candidates in the same job.
+
+        Args:
+            choose: external ids that were found -> those that will be ranked, all known; none = that is not known yet.
+                Called on a device thread.
+        """
+        ranking = self._ranking
+
+        def chosen(rows: I64) -> I64:
+            known = ranking.vocabulary
+            return known.rows(choose(known.ids_of(rows)))
+
+        self._ahead = Ahead(chosen, self._max_candidates)
+
+    def found_late(self) -> I64 | None:
+        """Take what a job found for which `find` did not wait to the end: external ids, best first; None = nothing."""
+        if self._ahead is None or self._ahead.found is None:
+            return None
+        self._found = self._ahead.found  # its u serves the rank
+        return self._ranking.vocabulary.ids_of(self._found.rows)
 
     async def find(self, num_items: int, denied: I64, call: Call) -> I64:
         """Find the items with the highest retrieval scores.
@@ -76,13 +115,18 @@ class TrunkUse:
         try:
             rows = ranking.vocabulary.rows(denied)
             hidden = np.union1d(rows[rows != UNKNOWN], ranking.items.hidden)
-            used, found = await ranking.find(self._tokens, self._shown_at, num_items, hidden, lease, call)
+            used, found = await ranking.find(
+                self._tokens, self._shown_at, num_items, hidden, lease, call, self._features, self._ahead
+            )
         except BaseException:  # a cancellation too: pages that are half written must not be found
             lease.discard()
             await self._held.aclose()
             raise
         self._first = used
-        self.vector = found.vector
+        self._found = found
+        if found.scores is not None:  # a rank of others would lease for itself
+            await self._held.aclose()
+            return ranking.vocabulary.ids_of(found.rows)
         if used.keep is not None:
             await self._held.aclose()  # publishes it; nobody can take it before it is leased again
             used = await self._leased(self._max_candidates, call.deadline_at)
@@ -104,8 +148,11 @@ class TrunkUse:
         Returns:
             As of `Ranking.rank`; it tells how the first pass got the prefix.
         """
-        ranked = await self._ranking.rank(request, self._tokens, call, lease=self._lease, vector=self.vector)
-        first = self._first
+        first, found = self._first, self._found
+        if first and found and (ahead := self._ranking.ranked_ahead(request, self._tokens, first, found)):
+            return ahead
+        vector = None if found is None else found.vector
+        ranked = await self._ranking.rank(request, self._tokens, call, lease=self._lease, vector=vector)
         if first is None:
             return ranked
         cached = first.cached.num_tokens if first.cached else 0

@@ -176,6 +176,14 @@ class Versions:
 
         return commit
 
+    def of_ranker(self) -> tuple[str, ...]:
+        """Name the versions of the ranker, the current one first; () = the instance does not rank."""
+        return () if self.rankers is None else tuple(one.version for one in reversed(self.rankers.all()))
+
+    def of_generator(self) -> tuple[str, ...]:
+        """Name the versions of the generator, as those of the ranker."""
+        return () if self.generators is None else tuple(one.version for one in reversed(self.generators.all()))
+
     def models(self) -> list[ModelInfo]:
         """Describe every version, those in service first."""
         draining = [replace(version.model, is_draining=True) for version in self._draining()]

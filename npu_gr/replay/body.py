@@ -9,7 +9,7 @@ import msgspec
 
 from npu_gr.core.history import Events, UserKey
 from npu_gr.replay.fields import REQUEST_FIELDS
-from npu_gr.replay.log import OPTIONS, RECORDED, LoggedHistory, QueryRecord, column
+from npu_gr.replay.log import OPTIONS, RECORDED, LoggedFeatures, LoggedHistory, LoggedValue, QueryRecord, column
 from npu_gr.replay.plan import user_of
 
 MAX_USERS = 200_000  # of whom a client remembers the newest prefix
@@ -26,6 +26,8 @@ def encode(record: QueryRecord) -> bytes:
     body |= {name: _raw(getattr(record, name)) for name in REQUEST_FIELDS[record.kind]}
     if "num_candidates" in body:  # a signal that the plan made from a rank has the candidates themselves
         body["num_candidates"] = record.num_candidates or len(record.candidate_ids()) or None
+    if record.features is not None:
+        body["features"] = record.features.on_the_wire()
     options = getattr(record, record.kind) if record.kind in OPTIONS else None
     if options is not None:
         body |= {name: _raw(value) for name, value in msgspec.structs.asdict(options).items()}
@@ -34,7 +36,9 @@ def encode(record: QueryRecord) -> bytes:
 
 def _raw(value: object) -> object:
     if isinstance(value, LoggedHistory):
-        return LoggedHistory.of(value.events())
+        raw = msgspec.structs.asdict(LoggedHistory.of(value.events()))
+        features = raw.pop("features")
+        return raw if features is None else {**raw, "features": features.on_the_wire()}
     return column(value).tobytes() if isinstance(value, list) else value
 
 
@@ -42,6 +46,15 @@ class _KnownPrefix(NamedTuple):
     num_events: int
     digest: str  # of those events
     fingerprint: str  # the service's name of them
+
+
+class _Whole(NamedTuple):
+    fingerprint: str
+    events: Events
+    user_features: dict[str, LoggedValue] | None
+
+
+_NOTHING = _Whole("", Events.empty(), None)
 
 
 class SentHistories:
@@ -53,7 +66,7 @@ class SentHistories:
     def __init__(self, mode: HistoryMode) -> None:
         self.mode = mode
         self._prefixes: OrderedDict[UserKey, _KnownPrefix] = OrderedDict()  # "delta": what the service knows
-        self._wholes: OrderedDict[UserKey, tuple[str, Events]] = OrderedDict()  # "whole": what the log's bases mean
+        self._wholes: OrderedDict[UserKey, _Whole] = OrderedDict()  # "whole": what the log's bases mean
         self._num_events = 0  # in `_wholes`
 
     def outgoing(self, record: QueryRecord) -> QueryRecord:
@@ -88,20 +101,24 @@ class SentHistories:
     def _whole(self, record: QueryRecord) -> QueryRecord:
         user = user_of(record)
         events = Events.empty() if record.history is None else record.history.events()
+        features = record.features
         if record.base is not None:
-            fingerprint, known = self._wholes.get(user, ("", Events.empty()))
-            if fingerprint != record.base:
+            known = self._wholes.get(user, _NOTHING)
+            if known.fingerprint != record.base:
                 return record  # the log does not say what the base was
-            events = known + events
+            events = known.events + events
+            if known.user_features is not None and (features is None or features.user is None):
+                features = msgspec.structs.replace(features or LoggedFeatures(), user=known.user_features)
         if record.answer is not None and record.answer.fingerprint:
-            self._remember(user, record.answer.fingerprint, events)
+            of_user = None if features is None else features.user
+            self._remember(user, _Whole(record.answer.fingerprint, events, of_user))
         if record.base is None:
             return record
-        return msgspec.structs.replace(record, base=None, history=LoggedHistory.of(events))
+        return msgspec.structs.replace(record, base=None, history=LoggedHistory.of(events), features=features)
 
-    def _remember(self, user: UserKey, fingerprint: str, events: Events) -> None:
-        replaced = self._wholes.pop(user, ("", Events.empty()))[1]
-        self._num_events += len(events) - len(replaced)
-        self._wholes[user] = fingerprint, events
+    def _remember(self, user: UserKey, whole: _Whole) -> None:
+        replaced = self._wholes.pop(user, _NOTHING)
+        self._num_events += len(whole.events) - len(replaced.events)
+        self._wholes[user] = whole
         while self._num_events > MAX_EVENTS and len(self._wholes) > 1:
-            self._num_events -= len(self._wholes.popitem(last=False)[1][1])
+            self._num_events -= len(self._wholes.popitem(last=False)[1].events)

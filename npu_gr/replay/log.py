@@ -20,12 +20,14 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, Kind, Scored
 from npu_gr.core.request import OrderName, SourceName
+from npu_gr.feature_schema.columns import NO_COLUMNS, Columns
 
 RECORDED: dict[str, Kind[Any, Any]] = {name: kind for name, kind in KINDS.items() if kind.is_recorded}
 SCORED = tuple(name for name, kind in RECORDED.items() if kind.scored is not Scored.NOTHING)
 MAX_MS = 3.6e6  # an hour: the largest deadline or delay that a record may have
 
 Column = list[int] | bytes
+LoggedValue = bool | int | float | str | list[bool | int | float | str] | None
 Label = Annotated[int, msgspec.Meta(ge=0, le=1)] | None
 
 
@@ -47,12 +49,53 @@ def count(values: Column, width_bytes: int = 8) -> int:
     return len(values) // width_bytes
 
 
-class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoggedColumns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Features of events or candidates, raw as on the wire, by their names."""
+
+    numbers: dict[str, bytes] = {}  # float32 a row, NaN = missing
+    names: dict[str, bytes] = {}  # uint64 hashes, as many a row as the feature has values
+
+    def columns(self, num_rows: int) -> Columns:
+        """The features of n rows as arrays."""
+        numbers = {name: np.frombuffer(raw, "<f4") for name, raw in self.numbers.items()}
+        names = {name: np.frombuffer(raw, "<u8").reshape(num_rows, -1) for name, raw in self.names.items()}
+        return Columns(numbers, names)
+
+    @classmethod
+    def of(cls, columns: Columns) -> LoggedColumns | None:
+        """Raw columns; None = there are none."""
+        if not columns:
+            return None
+        return cls(
+            numbers={name: column.astype("<f4").tobytes() for name, column in columns.numbers.items()},
+            names={name: column.astype("<u8").tobytes() for name, column in columns.names.items()},
+        )
+
+    def on_the_wire(self) -> dict[str, bytes]:
+        """The same as a body has them."""
+        return {**self.numbers, **self.names}
+
+
+class LoggedFeatures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Features of the user, the request and the candidates. Those of events stand in the history."""
+
+    user: dict[str, LoggedValue] | None = None
+    request: dict[str, LoggedValue] = {}
+    cross: LoggedColumns | None = None
+
+    def on_the_wire(self) -> dict[str, Any]:
+        """The same as a body has them."""
+        parts = {"user": self.user, "request": self.request, "cross": self.cross and self.cross.on_the_wire()}
+        return {name: part for name, part in parts.items() if part}
+
+
+class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Behaviours as columns of one length, oldest first."""
 
     items: Column
     actions: Column
     timestamps: Column  # unix seconds
+    features: LoggedColumns | None = None
 
     def __post_init__(self) -> None:
         lengths = count(self.items), count(self.actions, 2), count(self.timestamps)
@@ -64,7 +107,8 @@ class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def events(self) -> Events:
         """The behaviours as arrays."""
-        return Events(column(self.items), column(self.actions, "<i2"), column(self.timestamps))
+        features = NO_COLUMNS if self.features is None else self.features.columns(len(self))
+        return Events(column(self.items), column(self.actions, "<i2"), column(self.timestamps), features=features)
 
     @classmethod
     def of(cls, events: Events) -> LoggedHistory:
@@ -73,6 +117,7 @@ class LoggedHistory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             items=events.items.astype("<i8").tobytes(),
             actions=events.actions.astype("<i2").tobytes(),
             timestamps=events.timestamps.astype("<i8").tobytes(),
+            features=LoggedColumns.of(events.features),
         )
 
 
@@ -114,7 +159,8 @@ class LoggedRecommend(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 # Fields of a record that several kinds share. A kind has one if its request has a field of that name that is not among
 # its options; `base` goes with a history that may be a delta.
 SHARED = ("history", "base", "candidates", "num_candidates", "timestamp", "top_k", "events")
-NOT_LOGGED = ("user", "idempotency_key")  # the user has columns of its own; a replayed append is another append
+# The user has columns of its own; a replayed append is another append; features stand in `features`.
+NOT_LOGGED = ("user", "idempotency_key", "request_features", "cross_features")
 
 
 def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
@@ -180,6 +226,7 @@ class _Format1(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     generate: LoggedGenerate | None = None
     match: LoggedMatch | None = None
     recommend: LoggedRecommend | None = None
+    features: LoggedFeatures | None = None
     labels: dict[str, list[Label]] = {}  # task -> one of 0, 1, null (not known) a candidate
     events: LoggedHistory | None = None  # of kind "events"
     answer: LoggedAnswer | None = None

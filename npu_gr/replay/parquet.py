@@ -2,7 +2,8 @@
 
     ts double, kind, user_id, tenant, base string, {history,events}_{items,timestamps} list<int64>,
     {history,events}_actions list<int16>, candidates list<int64>, num_candidates, timestamp, top_k int64,
-    deadline_ms, delay_ms double, labels, answer and the options of each kind (`log.OPTIONS`) string (JSON)
+    deadline_ms, delay_ms double, features, {history,events}_features, labels, answer and the options of each kind
+    (`log.OPTIONS`) string (JSON)
 
 A column that a file lacks counts as empty; a column that is not listed here is refused.
 """
@@ -30,7 +31,7 @@ _PLAIN = {
 }
 _HISTORIES = ("history", "events")
 _COLUMNS = {"items": "int64", "actions": "int16", "timestamps": "int64"}
-_JSON = (*OPTIONS, "labels", "answer")
+_JSON = (*OPTIONS, "features", "labels", "answer")
 
 
 def write_rows(path: Path, records: Iterable[QueryRecord]) -> int:
@@ -92,6 +93,8 @@ def _row(record: QueryRecord) -> dict[str, Any]:
         if history is not None:
             events = history.events()
             row |= {f"{name}_{part}": getattr(events, part) for part in _COLUMNS}
+            if history.features is not None:
+                row[f"{name}_features"] = msgspec.json.encode(history.features).decode()
     for name in _JSON:
         value = getattr(record, name)
         row[name] = msgspec.json.encode(value).decode() if value else None
@@ -106,6 +109,8 @@ def _record(row: dict[str, Any]) -> QueryRecord:
         history = {part: row.get(f"{name}_{part}") for part in _COLUMNS}
         if any(values is not None for values in history.values()):
             table[name] = {part: values or [] for part, values in history.items()}
+            if row.get(f"{name}_features"):
+                table[name]["features"] = msgspec.json.decode(row[f"{name}_features"])
     for name in _JSON:
         if row.get(name):
             table[name] = msgspec.json.decode(row[name])
@@ -117,7 +122,7 @@ def _schema(arrow: Any) -> Any:
     fields.append(("candidates", arrow.list_(arrow.int64())))
     for name in _HISTORIES:
         fields += [(f"{name}_{part}", arrow.list_(getattr(arrow, kind)())) for part, kind in _COLUMNS.items()]
-    fields += [(name, arrow.string()) for name in _JSON]
+    fields += [(name, arrow.string()) for name in (*(f"{name}_features" for name in _HISTORIES), *_JSON)]
     return arrow.schema(fields)
 
 

@@ -36,11 +36,12 @@ from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.core.private import warn_if_shared
 from npu_gr.core.request import Answer, EventsRequest, Request
 from npu_gr.core.settings import Count, Seconds, SomeBytes
+from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 from npu_gr.replay import erased
 from npu_gr.replay.digests import digest, raw
 from npu_gr.replay.fields import ANSWER_FIELDS, REQUEST_FIELDS, UNRANKED
 from npu_gr.replay.identity import made_key, names_of, read_key, recorded_as
-from npu_gr.replay.log import OPTIONS, LoggedAnswer, LoggedHistory, QueryRecord
+from npu_gr.replay.log import OPTIONS, LoggedAnswer, LoggedColumns, LoggedFeatures, LoggedHistory, QueryRecord
 from npu_gr.replay.purger import Purger
 from npu_gr.replay.rotation import PATTERN, RotatingFile, name_leftovers
 
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 
 FLUSH_S = 1.0  # a crash loses at most the records of so long
 RECORD_BYTES = 1000  # of a queued request, beside its arrays: a generous guess
-EVENT_BYTES = 18  # item, action, timestamp
 KEPT_S = 3600.0  # that an erasure is known to the recorder itself: longer than any request takes
 
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -118,7 +118,7 @@ class RecordedRequest:
     def num_bytes(self) -> int:
         """About the memory that the request holds while it is queued."""
         history = _history(self.request)
-        total = RECORD_BYTES + EVENT_BYTES * (0 if history is None else len(history))
+        total = RECORD_BYTES + (0 if history is None else history.nbytes)
         total += _arrays_bytes(self.request)
         return total + (0 if self.answer is None else _arrays_bytes(self.answer))
 
@@ -139,7 +139,7 @@ def _arrays_bytes(message: Any) -> int:
     for field in dataclasses.fields(message):
         value = getattr(message, field.name)
         for part in value.values() if isinstance(value, Mapping) else (value,):
-            total += part.nbytes if isinstance(part, np.ndarray) else 0
+            total += part.nbytes if isinstance(part, np.ndarray | Columns) else 0
     return total
 
 
@@ -350,6 +350,7 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
         fields["events" if "events" in own else "history"] = LoggedHistory.of(events)
     if "base" in own:
         fields["base"] = _history_ref(request).base
+    fields["features"] = _features_of(request)
     if kind in OPTIONS:
         options = OPTIONS[kind]
         fields[kind] = options(**{name: _plain(getattr(request, name)) for name in options.__struct_fields__})
@@ -362,6 +363,17 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
         answer=_answer_of(recorded, keep_scores),
         **fields,
     )
+
+
+def _features_of(request: Request) -> LoggedFeatures | None:
+    """The features that came with a request, beside those of events; None = there are none."""
+    user = _history_ref(request).user_features
+    late: OneRow = getattr(request, "request_features", {})
+    cross: Columns = getattr(request, "cross_features", NO_COLUMNS)
+    if user is None and not late and not cross:
+        return None
+    of_user = None if user is None else _plain(user)
+    return LoggedFeatures(user=of_user, request=_plain(late), cross=LoggedColumns.of(cross))
 
 
 def _answer_of(recorded: RecordedRequest, keep_scores: bool) -> LoggedAnswer:

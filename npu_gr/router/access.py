@@ -57,12 +57,26 @@ class Access:
         return key
 
     def admit(self, head: RequestHead, route: Route) -> None:
-        """Check that a request may be made, and find out whose it is: `head.user`.
+        """Check that a request may be made, and find out whose it is: `check_key`, then `name`."""
+        self.name(head, route, self.check_key(head, route))
+
+    def check_key(self, head: RequestHead, route: Route) -> Key | None:
+        """Check that a request may be made; None: its route needs no key.
 
         Raises:
             Unauthorized: the route needs a key, and there is no such key.
-            Forbidden: the key lacks the scope, or is another tenant's.
+            Forbidden: the key lacks the scope.
             Overloaded: the key is over its rate.
+        """
+        if self.ring.has_keys and route.needs_key:
+            return self.key_of(head.seen.get(b"authorization"), route.scope)
+        return None
+
+    def name(self, head: RequestHead, route: Route, key: Key | None) -> None:
+        """Find out whose a request is: `head.user`.
+
+        Raises:
+            Forbidden: the key is another tenant's.
             BadRequest: the name of a user or tenant is too long.
         """
         seen = head.seen
@@ -70,8 +84,7 @@ class Access:
             user, tenant = _named_in_target(head.target)
         else:
             user, tenant = seen.get(self._user_header, b""), seen.get(self._tenant_header, b"")
-        if self.ring.has_keys and route.needs_key:
-            key = self.key_of(seen.get(b"authorization"), route.scope)
+        if key is not None:
             named = tenant.decode(errors="surrogateescape")
             tenant = self.ring.tenant_of(key, named).encode(errors="surrogateescape")
         if len(user) > _MAX_NAME_BYTES or len(tenant) > _MAX_NAME_BYTES:

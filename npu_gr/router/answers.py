@@ -47,6 +47,12 @@ def problem(error: NpuGrError, request_id: bytes, is_last: bool) -> bytes:
         request_id: repeated in the header and in the body.
         is_last: the connection is closed after the answer.
     """
+    body, lines = problem_parts(error, request_id)
+    return plain(error.status, body, lines, is_last)
+
+
+def problem_parts(error: NpuGrError, request_id: bytes) -> tuple[bytes, list[bytes]]:
+    """Write the body of the answer for an error, and its headers, each `Name: value` without its line end."""
     detail = {"type": "about:blank", "title": error.title, "status": error.status, "detail": str(error)}
     detail["request_id"] = request_id.decode("latin-1")
     lines = [b"Content-Type: application/problem+json", b"X-Request-Id: " + request_id]
@@ -58,7 +64,7 @@ def problem(error: NpuGrError, request_id: bytes, is_last: bool) -> bytes:
         lines.append(b"WWW-Authenticate: Bearer")
     elif error.status == 405:
         lines.append(_ALLOW)
-    return plain(error.status, msgspec.json.encode(detail), lines, is_last)
+    return msgspec.json.encode(detail), lines
 
 
 def plain(status: int, body: bytes, lines: list[bytes], is_last: bool) -> bytes:

@@ -138,6 +138,13 @@ class PairConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_remembered: Count = 1_000_000  # signals; the oldest is forgotten first
 
 
+class PickerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The endpoint picker of a Kubernetes gateway: gRPC, where Envoy's external processing asks for each request."""
+
+    host: str = "127.0.0.1"
+    port: ListenPort = 9002
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of one router."""
 
@@ -163,6 +170,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     limits: LimitsConfig = LimitsConfig()
     retry: RetryConfig = RetryConfig()
     relay: PairConfig = PairConfig()
+    picker: PickerConfig | None = None  # choose instances for a gateway as well; needs the extra `picker`
     tls: ServerTlsConfig | None = None  # certificate and key of the addresses; None = in clear
     instances_tls: ClientTlsConfig | None = None  # None = the instances are asked in clear
 
@@ -171,8 +179,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             name = getattr(self, field)
             if not re.fullmatch(r"[a-z0-9-]{1,64}", name):
                 raise ValueError(f"{field}: {name!r} is not a lower-case header name")
-        for field in ("host", "admin_host"):
-            name = getattr(self, field)
+        hosts = {"host": self.host, "admin_host": self.admin_host}
+        if self.picker is not None:
+            hosts["picker.host"] = self.picker.host
+        for field, name in hosts.items():
             if not (is_loopback_name(name) or self.api_keys_file or self.allow_unauthenticated):
                 raise ValueError(f"{field}: {name} is not loopback: set api_keys_file, or allow_unauthenticated: true")
         if not self.health.path.startswith("/"):

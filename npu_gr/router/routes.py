@@ -41,7 +41,7 @@ _BY_ROUTING = {
     Routing.BY_LOAD: Handling.BY_LOAD,
     Routing.EVERYWHERE: Handling.EVERYWHERE,
 }
-_KINDS = {(kind.method, kind.path): _BY_ROUTING[kind.routing] for kind in KINDS.values()}
+_KINDS = {(kind.method, path): _BY_ROUTING[kind.routing] for kind in KINDS.values() for path in kind.paths}
 READINESS = frozenset((b"/readyz", b"/v2/health/ready"))  # of the router's own routes; the others say that it lives
 
 

@@ -15,7 +15,9 @@ from prometheus_client import CollectorRegistry
 from npu_gr.access.browsers import is_loopback_name
 from npu_gr.access.tls import ServerTls, following
 from npu_gr.access.tls_listener import TlsListener
+from npu_gr.core.errors import ConfigError
 from npu_gr.core.signals import stop_signals
+from npu_gr.core.tasks import running
 from npu_gr.router.admin import build_admin_app
 from npu_gr.router.admin_runner import AdminRunner
 from npu_gr.router.client import ClientConnection
@@ -64,6 +66,13 @@ async def listening(config: RouterConfig, takes_over: bool = False) -> AsyncIter
         admin_port: int = admins[0].getsockname()[1]
         public_tls = None if tls is None else tls.public
         servers = await _listen(lambda: ClientConnection(router), sockets, config, public_tls, stack)
+        given = {"requests": sockets, "admin": admins}
+        if config.picker is not None:
+            given["picker"] = taken.take("picker", config.picker.port) or await bind(
+                "picker.host, picker.port", config.picker.host, config.picker.port
+            )
+            connection, picker_tls = await _start_picker(router, stack)
+            servers = [*servers, *await _listen(connection, given["picker"], config, picker_tls, stack)]
 
         async def go() -> None:
             for server in (*servers, *admin_servers):
@@ -72,13 +81,37 @@ async def listening(config: RouterConfig, takes_over: bool = False) -> AsyncIter
 
         try:
             await taken.serving()
-            async with offering(config.host, {"requests": sockets, "admin": admins}, go):
+            async with offering(config.host, given, go):
                 yield router, port, admin_port
         finally:
             router.is_draining = True
             for server in servers:
                 server.close()
             await router.connections.close(config.shutdown_timeout_s)
+
+
+async def _start_picker(
+    router: Router, stack: AsyncExitStack
+) -> tuple[Callable[[], asyncio.BaseProtocol], SSLContext | None]:
+    """Start what the picker needs. Returns what makes the protocol of a connection, and TLS of the address.
+
+    Raises:
+        ConfigError: a package is missing, or a certificate cannot be used.
+    """
+    try:
+        from npu_gr.router.picker.addresses import Addresses
+        from npu_gr.router.picker.serve import Picker
+    except ImportError as error:
+        raise ConfigError(f"picker: needs pip install 'npu_gr[picker]' ({error})") from error
+    config = router.config
+    addresses = Addresses(config, router.members)
+    await addresses.look_up()
+    await stack.enter_async_context(running(addresses.keep_looking()))
+    if config.tls is None:
+        return Picker(router, addresses).connection, None
+    tls = ServerTls(config.tls, "tls", "h2")
+    await stack.enter_async_context(following(tls))
+    return Picker(router, addresses).connection, tls.public
 
 
 async def _listen(

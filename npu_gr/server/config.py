@@ -20,6 +20,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8080  # 0 = any free one
     admin_host: str = "127.0.0.1"  # serves what changes the instance or shows how it does: operators alone may reach it
     admin_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8081  # 0 = any free one; host and port = one for both
+    # gRPC at `host`, in clear or with the certificate of `tls`: 0 = any free one, None = no gRPC; needs the extra grpc
+    grpc_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     workers: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # processes for HTTP in front of the engine's; 0 = the same
     backlog: Count = 4096  # connections that the kernel accepts before the event loop does
     max_connections: Count = 4096  # and as many as the limit of open files allows; idle ones make room for new ones
@@ -32,6 +34,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trusted_proxies: list[str] = []  # addresses or networks of routers: their connections are refused, never paced
     max_candidates: Count = 10_000  # of one rank
     max_history_events: Count = 65_536  # of one request; the model may read fewer of them
+    max_feature_values: Count = 262_144  # of all candidates of one rank, or all events of one history, together
     default_budget_s: Seconds = 1.0  # for a request that names no time limit
     max_budget_s: Seconds = 30.0
     drain_grace_s: SecondsOrZero = 3.0  # unready, but serving: two health checks or more
@@ -46,6 +49,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tls: ServerTlsConfig | None = None  # certificate and key of the addresses; None = in clear
 
     def __post_init__(self) -> None:
+        if self.grpc_port == 0 and self.workers:
+            raise ValueError(f"grpc_port: 0, any free one, and workers: {self.workers}, which share one: name a port")
+        if self.grpc_port and self.grpc_port in (self.port, self.admin_port):
+            raise ValueError(f"grpc_port: {self.grpc_port} is the port of HTTP too")
+        if self.grpc_port is not None and self.tls is not None and self.tls.min_version == "1.3":
+            raise ValueError("grpc_port: gRPC takes TLS 1.2 too, and tls.min_version is 1.3")
         for text in self.trusted_proxies:
             try:
                 ipaddress.ip_network(text)

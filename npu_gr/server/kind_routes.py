@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
@@ -11,7 +12,9 @@ import msgspec
 from aiohttp import web
 
 from npu_gr.access.key_ring import KeyRing
+from npu_gr.access.keys import Key
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
 from npu_gr.server.codec import CODECS
@@ -86,38 +89,72 @@ def _handler(
     keys: KeyRing,
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
-        shown = Shown(service.names)
         if kind.needs_ready:
             require_ready(service)
 
-        def parse(body: Any) -> Q:  # B; mypy cannot know that B is UrlParts where there is no body
-            nonlocal shown
-            shown = Shown(service.names, tuple(getattr(body, "fields", ())))
-            body = _of_tenant(body, keys.tenant_of(request[KEY], body.user.tenant))
-            request[USER] = body.user
-            return codec.parse(body, config, shown.names)
+        def parse(body: Any) -> tuple[Q, Shown]:  # B; mypy cannot know that B is UrlParts where there is no body
+            return parse_body(request[KEY], body, codec, service, config, keys, partial(request.__setitem__, USER))
 
-        until_at = _until_at(request, config)
+        until_at = until(request, config)
         if codec.body is None:
-            parsed = parse(UrlParts(_path_variables(kind, request), request.query))
+            parsed, shown = parse(UrlParts(_path_variables(kind, request), request.query))
         else:
-            parsed = await reader.read(request, codec.body, parse, loose_bytes=codec.loose_bytes, until_at=until_at)
+            parsed, shown = await reader.read(
+                request, codec.body, parse, loose_bytes=codec.loose_bytes, until_at=until_at
+            )
         if codec.read_headers is not None:
             parsed = codec.read_headers(parsed, request.headers)
-        answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request), shown)
-        request[ANSWER] = cast("Answer", answer)
+        answer = await ask(request, kind, parsed, shown, service, until_at)
         rendered = codec.render(answer, request[ID], accepted_media(request), shown)
         if rendered is None:
             response = web.Response(status=kind.status)
         else:
             response = struct_response(request, rendered, kind.status if codec.begun is None else 202)
-        _add_headers(response, answer)
+        add_headers(response, answer)
         return response
 
     return handle
 
 
-def _of_tenant(body: Any, tenant: str) -> Any:
+def parse_body(
+    key: Key,
+    body: Any,
+    codec: Codec[Any, Q, Any],
+    service: ServiceProtocol,
+    config: ServerConfig,
+    keys: KeyRing,
+    is_about: Callable[[UserKey], None],
+) -> tuple[Q, Shown]:
+    """Make a request of a decoded body or of a URL, and say what its answer will say of its items.
+
+    Args:
+        key: of the caller.
+        body: of the codec, or `UrlParts`.
+        codec: of the kind.
+        service: knows the names.
+        config: bounds the columns.
+        keys: decide whose data it is about.
+        is_about: is told the user, before anything else can be refused.
+
+    Raises:
+        Forbidden: it names another tenant than the key's. What `Codec.parse` raises.
+    """
+    shown = Shown(service.names, tuple(getattr(body, "fields", ())))
+    body = of_tenant(body, keys.tenant_of(key, body.user.tenant))
+    is_about(body.user)
+    return codec.parse(body, config, shown.names), shown
+
+
+async def ask(
+    request: web.Request, kind: Kind[Q, A], parsed: Q, shown: Shown, service: ServiceProtocol, until_at: float
+) -> A:
+    """Ask the service, and note its answer for the middleware. Raises as `ServiceProtocol.serve` does."""
+    answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request), shown)
+    request[ANSWER] = cast("Answer", answer)
+    return answer
+
+
+def of_tenant(body: Any, tenant: str) -> Any:
     """Return the same body or URL about a user of this tenant: the key decides it where the request names none."""
     if body.user.tenant == tenant:
         return body
@@ -126,7 +163,7 @@ def _of_tenant(body: Any, tenant: str) -> Any:
     return msgspec.structs.replace(body, tenant=tenant)
 
 
-def _until_at(request: web.Request, config: ServerConfig) -> float:
+def until(request: web.Request, config: ServerConfig) -> float:
     """Return the instant at which the caller gives up. Raises BadRequest or DeadlineExceeded as `budget_s` does."""
     return request[ARRIVED_AT] + budget_s(request.headers, config.default_budget_s, config.max_budget_s)
 
@@ -145,7 +182,7 @@ def _left_s(request: web.Request, until_at: float) -> float:
     return until_at - now_at
 
 
-def _add_headers(response: web.Response, answer: Answer) -> None:
+def add_headers(response: web.Response, answer: Answer) -> None:
     """Say how the prefix was found, where the answer has an outcome, and how long each stage took."""
     if hasattr(answer, "outcome"):  # a recommend whose rank failed has None
         response.headers["X-Cache"] = _X_CACHE.get(answer.outcome, "none")

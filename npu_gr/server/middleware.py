@@ -38,6 +38,7 @@ PARSED_AT = web.RequestKey("parsed_at", float)
 USER = web.RequestKey("user", UserKey)
 ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignore[arg-type]
 
+OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
 _CLOSING = (401, 413, 415)  # after these an answer closes its connection: the caller must begin anew
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
@@ -58,7 +59,7 @@ def middleware(
         access_log: gets every request at its end.
         tracing: makes the ids, and the spans of sampled requests.
     """
-    kinds = {(kind.method, kind.path): kind.name for kind in KINDS.values()}
+    kinds = {(kind.method, path): kind.name for kind in KINDS.values() for path in kind.paths}
     rule_of = rules()
     health_paths = {path for (_, path), rule in rule_of.items() if rule.scope is None and path != "/"}
 
@@ -86,7 +87,7 @@ def middleware(
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  (the one translation of errors)
-            response = from_error(error, request_id)
+            response = from_error(error, request_id, is_inference=request.path.startswith("/v2"))
             status = response.status
             failure = access_log.failed(error)
             refusal = error.reason if isinstance(error, Overloaded) else None
@@ -181,8 +182,13 @@ def _check_media(request: web.Request) -> None:
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise UnsupportedMedia(f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are")
-    if request.body_exists:
+    if request.body_exists and not (_is_infer(request) and request.content_type == OCTETS):
         check_type(request.content_type)
+
+
+def _is_infer(request: web.Request) -> bool:
+    """Whether it is an infer of the Open Inference Protocol, whose clients call the body octets, or nothing at all."""
+    return request.method == "POST" and request.path.startswith("/v2/")
 
 
 def slot_of(request: web.Request) -> Slot | None:

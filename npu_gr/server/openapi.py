@@ -19,6 +19,10 @@ from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.profile import MAX_S, MIN_S
 from npu_gr.server.debug.routes import DEFAULT_S
+from npu_gr.server.middleware import OCTETS
+from npu_gr.server.oip.http import BINARY_OUTPUT, MOST_TENSORS, InferOut
+from npu_gr.server.oip.models import TIMEOUT
+from npu_gr.server.oip.tensors import BYTES, DTYPES
 from npu_gr.server.problem import Problem
 
 _Json = dict[str, Any]
@@ -46,6 +50,44 @@ _TIME_LIMIT = {
 }
 
 
+_TENSOR: _Json = {
+    "type": "object",
+    "required": ["name", "datatype", "shape"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "datatype": {"enum": [BYTES, *DTYPES]},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": 1},
+        "data": {"type": "array"},
+        "parameters": {"type": "object", "properties": {"binary_data_size": {"type": "integer", "minimum": 0}}},
+    },
+}
+_WANTED: _Json = {
+    "type": "object",
+    "required": ["name"],
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "parameters": {"type": "object", "properties": {"binary_data": {"type": "boolean"}}},
+    },
+}
+_INFER: _Json = {
+    "type": "object",
+    "required": ["inputs"],
+    "additionalProperties": False,
+    "properties": {
+        "id": {"type": "string", "maxLength": 128},
+        "inputs": {"type": "array", "items": _TENSOR, "maxItems": MOST_TENSORS},
+        "outputs": {"type": "array", "items": _WANTED, "maxItems": MOST_TENSORS},
+        "parameters": {
+            "type": "object",
+            "additionalProperties": {"type": ["boolean", "number", "string"]},
+            "properties": {BINARY_OUTPUT: {"type": "boolean"}, TIMEOUT: {"type": "integer", "minimum": 0}},
+        },
+    },
+}
+
+
 def document() -> dict[str, Any]:
     """Build the whole document."""
     schemas = _Schemas()
@@ -54,6 +96,7 @@ def document() -> dict[str, Any]:
         **_admin_paths(schemas),
         **_record_paths(schemas),
         **_health_paths(schemas),
+        **_inference_paths(schemas),
         **_observability_paths(schemas),
     }
     for (method, path), rule in rules().items():
@@ -82,6 +125,7 @@ class _Schemas:
         codecs = [CODECS[name] for name in KINDS]
         structs = [struct for codec in codecs for struct in (codec.body, codec.answer, codec.begun) if struct]
         structs += [CatalogueItemsBody, UserBody, CatalogueOut, VectorsOut, ItemOut, Problem, RecordOrder, RecordStatus]
+        structs += [InferOut]
         refs, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
         self.components = components
         self._refs = dict(zip(structs, refs, strict=True))
@@ -223,26 +267,56 @@ def _record_paths(schemas: _Schemas) -> _Json:
 
 
 def _health_paths(schemas: _Schemas) -> _Json:
+    get = schemas.get
+    return {
+        "/healthz": get("live", "The process is alive.", is_public=True),
+        "/readyz": get("ready", "New work is welcome.", "503", is_public=True),
+        "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", is_public=True),
+        "/v2/health/ready": get("v2Ready", "Open Inference Protocol: ready.", "503", is_public=True),
+    }
+
+
+def _inference_paths(schemas: _Schemas) -> _Json:
     def of_model(path: _Json) -> _Json:
         return {**path, "parameters": _path_parameters("model")}
 
     def of_version(path: _Json) -> _Json:
         return {**path, "parameters": _path_parameters("model", "version")}
 
+    def infer(name: str, summary: str) -> _Json:
+        out = {JSON: {"schema": schemas.ref(InferOut)}, OCTETS: {}}
+        return {
+            "operationId": name,
+            "summary": summary,
+            "parameters": [_TIME_LIMIT],
+            "requestBody": {"required": True, "content": {JSON: {"schema": _INFER}, OCTETS: {}}},
+            "responses": {
+                "200": {"description": "Tensors: JSON, and raw bytes behind it where they are wanted.", "content": out},
+                **schemas.errors(*_ERRORS),
+            },
+        }
+
     get = schemas.get
     model = "/v2/models/{model}"
     version = f"{model}/versions/{{version}}"
-    return {
-        "/healthz": get("live", "The process is alive.", is_public=True),
-        "/readyz": get("ready", "New work is welcome.", "503", is_public=True),
+    paths = {
         "/v2": get("server", "Open Inference Protocol: server metadata.", "401"),
-        "/v2/health/live": get("v2Live", "Open Inference Protocol: alive.", is_public=True),
-        "/v2/health/ready": get("v2Ready", "Open Inference Protocol: ready.", "503", is_public=True),
+        "/v2/models/stats": get("statistics", "Statistics of all models.", "401", "403"),
         model: of_model(get("model", "Open Inference Protocol: model metadata.", "401", "404")),
         f"{model}/ready": of_model(get("modelReady", "The model is ready.", "401", "404", "503")),
+        f"{model}/stats": of_model(get("modelStatistics", "Statistics of the model.", "401", "403", "404")),
         version: of_version(get("version", "Model metadata.", "401", "404")),
         f"{version}/ready": of_version(get("versionReady", "The version is ready.", "401", "404", "503")),
+        f"{version}/stats": of_version(get("versionStatistics", "Statistics of the model.", "401", "403", "404")),
     }
+    for kind in KINDS.values():
+        for path in kind.paths[1:]:
+            names = re.findall(r"{(\w+)}", path)
+            of_one = "Version" if names else ""
+            paths[path] = {"post": infer(f"{kind.name}Infer{of_one}", f"Open Inference Protocol: {kind.summary}")}
+            if names:
+                paths[path]["parameters"] = _path_parameters(*names)
+    return paths
 
 
 def _observability_paths(schemas: _Schemas) -> _Json:

@@ -26,7 +26,23 @@ class Reader:
             config: bounds the columns.
         """
         self._config = config
-        self._pieces = Pieces()
+        self.pieces = Pieces()
+
+    async def read_whole(self, request: web.Request, parse: Callable[[bytes], T], until_at: float = float("inf")) -> T:
+        """Read a body that `parse` decodes by itself, in one piece, and bounds before it makes an object of anything.
+
+        Args:
+            request: whose body has come.
+            parse: what to make of it.
+            until_at: as for `read`.
+
+        Raises:
+            DeadlineExceeded: others' bodies took the time. What `parse` raises.
+        """
+        body = await request.read()
+        await self.pieces.turn(until_at)
+        with self.pieces:
+            return parse(body)
 
     async def read(
         self,
@@ -53,15 +69,15 @@ class Reader:
         body = await request.read()
         media = request.content_type
         if len(body) <= loose_bytes:
-            await self._pieces.turn(until_at)
-            with self._pieces:
+            await self.pieces.turn(until_at)
+            with self.pieces:
                 return parse(decode(body, media, cls))
-        await self._pieces.turn(until_at)
-        with self._pieces:
+        await self.pieces.turn(until_at)
+        with self.pieces:
             bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes)
-        await self._pieces.turn(until_at)
-        with self._pieces:
+        await self.pieces.turn(until_at)
+        with self.pieces:
             decoded = decode(body, media, cls)
-        await self._pieces.turn(until_at)
-        with self._pieces:
+        await self.pieces.turn(until_at)
+        with self.pieces:
             return parse(decoded)

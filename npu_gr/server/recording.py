@@ -29,6 +29,7 @@ class RecordingService:
         self._service = service
         self._recorder = recorder
         self.models = service.models
+        self.kind_versions = service.kind_versions
         self.is_ready = service.is_ready
         self.effective_config = service.effective_config
         self.knows = service.knows

@@ -25,7 +25,9 @@ from npu_gr.server.kind_routes import kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import middleware
 from npu_gr.server.observability_routes import ObservabilityRoutes
+from npu_gr.server.oip.routes import InferenceRoutes
 from npu_gr.server.reading import Reader
+from npu_gr.server.rpc.opening import RPC, open_rpc
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -67,6 +69,7 @@ def build_web_app(
         CatalogueRoutes(service, config, reader),
         VectorsRoutes(service),
         HealthRoutes(service),
+        InferenceRoutes(service, config, reader, keys, shown),
         ObservabilityRoutes(service, shown),
         UserRoutes(service),
     ):
@@ -82,6 +85,8 @@ def build_web_app(
 
     app.cleanup_ctx.append(background)
     app[ENTRANCE] = entrance
+    if config.grpc_port is not None:
+        app[RPC] = open_rpc(service, config, metrics, entrance, access_log, tracing or Tracing(), reader, shown)
     if tls is not None:
         app[TLS] = tls
         process.observe_certificate("server", tls.expiry)

@@ -20,6 +20,7 @@ from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.entrance.runner import DoorRunner
 from npu_gr.server.entrance.tls_site import TLS
+from npu_gr.server.rpc.opening import RPC
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,12 @@ async def serve(
         ConfigError: an address cannot be bound.
     """
     runner = DoorRunner(app, shutdown_timeout=config.shutdown_timeout_s)
+    rpc = app.get(RPC)
     await runner.setup()
     try:
         ports = [await _listen(runner, listener, config, app.get(TLS)) for listener in app[ENTRANCE].listeners]
+        if rpc is not None:
+            await rpc.listen()
         on_listening(ports[0], ports[-1])
         if ready is not None:
             ready.set()
@@ -61,7 +65,7 @@ async def serve(
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(received.get(), config.drain_grace_s)
     finally:
-        await runner.cleanup()
+        await asyncio.gather(runner.cleanup(), *([] if rpc is None else [rpc.stop()]))
     log.info("stopped")
 
 

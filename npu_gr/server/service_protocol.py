@@ -49,6 +49,10 @@ class ServiceProtocol(Protocol):
         """List the models that are served, the default first."""
         ...
 
+    def kind_versions(self) -> dict[str, tuple[str, ...]]:
+        """Name the versions of each kind that this instance serves, the current one first; () = it has no versions."""
+        ...
+
     def is_ready(self) -> tuple[bool, str]:
         """Say whether new work is welcome, and if not, why: starting, draining, device failed."""
         ...

@@ -80,6 +80,10 @@ class VectorsOfMatch:
         """Whether a version that is kept was trained with the user; never where the instance does not match."""
         return self._maybe is not None and self._maybe.knows(user)
 
+    def versions(self) -> tuple[str, ...]:
+        """Name the version in service; () = the instance does not match."""
+        return () if self._maybe is None else (self._maybe.info().version,)
+
     async def info(self) -> VectorsInfo:
         """Describe the version in service."""
         return self._vectors.info()

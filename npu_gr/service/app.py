@@ -197,7 +197,7 @@ def open_backend(config: Config, metrics: Metrics) -> Backend:
     Raises:
         ConfigError: the backend cannot be loaded here.
     """
-    backend = choose(config.backend, config.native, config.hstu_library)
+    backend = choose(config.backend, config.native, config.hstu_library, config.attention)
     torch.set_num_threads(config.threads)
     metrics.engine.ops_chosen(backend.ops)
     backend.on_fallback = metrics.engine.fell_back

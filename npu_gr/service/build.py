@@ -25,7 +25,8 @@ from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import ActionNames
-from npu_gr.core.served import ModelInfo
+from npu_gr.core.served import AttentionWay, ModelInfo
+from npu_gr.engine.attention import possible
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
 from npu_gr.engine.job import JobResult
 from npu_gr.engine.page_jobs import PageJobs
@@ -51,7 +52,7 @@ from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
-from npu_gr.service.prove import SELF_TEST_TOKENS, lent, prove
+from npu_gr.service.prove import SELF_TEST_TOKENS, choose_attention, lent, prove
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ async def open_ranking(
     engine = RankEngine(checkpoint.model, backend, scheduler, pool.arena)
     vocabulary = ItemVocabulary(checkpoint.item_ids)
     engine.objective_s = config.slo.objective_s(RANK.name)
+    tried = await _attention(engine, backend, vocabulary, pool, checkpoint.version, config, beside)
     await prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
@@ -144,10 +146,12 @@ async def open_ranking(
         actions=checkpoint.action_names or shape.actions,
         num_items=shape.num_items,
         max_history_tokens=shape.max_history_tokens,
+        features=shape.features,
         device=backend.name,
         dtype=layout.dtype,
         kernels=backend.kernels,
-        ops={**backend.ops, "hstu_attention": backend.hstu_runs_as(shape.relative_bias != "none")},
+        ops=engine.backend.ops,
+        attention=tried,
     )
 
     def activate() -> Ranking:
@@ -167,6 +171,24 @@ async def open_ranking(
         return Ranking(config.service, model, scored, engine, relay, metrics, names, checkpoint.order)
 
     return Prepared(activate, actions=model.actions, scored=scored)
+
+
+async def _attention(
+    engine: RankEngine,
+    backend: Backend,
+    vocabulary: ItemVocabulary,
+    pool: PrefixPool,
+    version: str,
+    config: Config,
+    beside: Ranking | None,
+) -> tuple[AttentionWay, ...]:
+    """Choose what runs the attention; a ranker beside a serving one takes what that one has, if it can."""
+    if beside is not None and config.attention == "auto":
+        way = beside.model.ops["hstu_attention"]
+        if way in possible(engine, backend, "auto"):
+            engine.backend = backend.running(way)
+            return beside.model.attention
+    return await choose_attention(engine, backend, vocabulary, pool, version, config)
 
 
 def _names(folder: str | None) -> ItemNames:

@@ -11,7 +11,7 @@ import msgspec
 
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.admission.config import AdmissionConfig
-from npu_gr.backend.names import BackendName, NativeMode
+from npu_gr.backend.names import AttentionMode, BackendName, NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
@@ -81,6 +81,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # our own kernels, CPU or NPU: auto = use them if they were built, require = refuse to start without them, off
     native: NativeMode = "auto"
     hstu_library: str | None = None  # with Huawei's mxrec::hstu_paged: NPU, rankers of `relative_bias: none`
+    attention: AttentionMode = "auto"  # of rankers, on accelerators: auto = the fastest, measured at the warm-up
     dtype: Literal["float32", "bfloat16", "checkpoint"] = "checkpoint"  # of the matrix products
     threads: Count = 1  # intra-op threads of the device thread (CPU)
     slo: SLOConfig = SLOConfig()

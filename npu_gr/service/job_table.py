@@ -86,7 +86,10 @@ async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob
         made[GENERATE.name] = from_generation(shared.versions, shared.metrics)
     if isinstance(match := jobs.get(MATCH.name), MatchJob):
         made[MATCH.name] = from_match(match, shared.metrics)
-    sources = {str(name): SizedSource(made[name], num_items) for name, num_items in config.sources.items()}
+    sources = {
+        str(name): SizedSource(made[name], num_items, waits=name != TRANSITIONS)
+        for name, num_items in config.sources.items()
+    }
     return RecommendJob(Cascade(config, sources, shared.metrics), shared.versions, shared.histories)
 
 

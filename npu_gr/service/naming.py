@@ -7,6 +7,7 @@ from typing import Literal
 from npu_gr.catalogue.item_names import ItemNames, names_of, titles_of
 from npu_gr.core.arrays import I64
 from npu_gr.core.names import ActionNames
+from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.versions import Versions
 from npu_gr.service.config import InForce
@@ -41,6 +42,15 @@ class ServedNames:
         if self._versions.rankers is not None:
             return self._versions.rankers.find(version).actions
         return self._versions.generator().actions
+
+    def features(self, version: str | None) -> ModelFeatures:
+        """Return the features of a version of the ranker; without a ranker there are none.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        rankers = self._versions.rankers
+        return ModelFeatures() if rankers is None else rankers.find(version).features
 
     def items(self, ids: I64) -> list[str | int]:
         """Name each item: [n] -> n names; an item that no table knows is named by its id."""

@@ -14,13 +14,17 @@ from typing import overload
 
 import numpy as np
 
+from npu_gr.backend.base import Backend
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import PoolExhausted
 from npu_gr.core.history import Events, UserKey
+from npu_gr.core.served import AttentionWay
+from npu_gr.engine.attention import NEW_TOKENS, PLAIN, Trial, choose_way, possible
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_ranker
 from npu_gr.engine.selftest import parity
+from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.kv.dram_store import DramEntry, DramStore
 from npu_gr.kv.keys import PrefixKey
 from npu_gr.kv.layout import PageRun
@@ -34,6 +38,7 @@ SELF_TEST_TOKENS = 256
 RESERVE_S = 30.0  # a self-test beside a serving model waits this long for free pages
 WARM_UP_LENGTHS = (16, 128, 512, 1024)
 WARM_UP_CANDIDATES = (8, 128)
+MOST_CANDIDATES = 512  # of the ranks that the ways of attention are measured by
 
 
 async def prove(
@@ -71,6 +76,33 @@ async def prove(
         cost.full_s(1000, 100) * 1e3,
         engine.copy_bytes_per_s / 1e9,
     )
+
+
+async def choose_attention(
+    engine: RankEngine, backend: Backend, vocabulary: ItemVocabulary, pool: PrefixPool, version: str, config: Config
+) -> tuple[AttentionWay, ...]:
+    """Set the engine's backend to what runs its ranker's attention best, and return what was tried; () = nothing.
+
+    Where there is a choice it is measured on the longest history and the most candidates that are served.
+
+    Raises:
+        ConfigError: `attention` names a way that cannot run this ranker, or computes something else.
+        DeviceError: none computes.
+    """
+    ways = possible(engine, backend, config.attention)
+    if ways == (PLAIN,) or (config.attention == "auto" and len(ways) == 1):
+        engine.backend = backend.running(ways[0])
+        return ()
+    shape = engine.model.config
+    layout = pool.arena.layout
+    num_tokens = min(shape.max_history_tokens, pool.budget_bytes // layout.page_bytes * layout.page_tokens)
+    cached = max(1, num_tokens - NEW_TOKENS)
+    chunk = min(cached, engine.scheduler.config.prefill_chunk_tokens)
+    num_candidates = min(config.server.max_candidates, MOST_CANDIDATES)
+    candidates = np.random.default_rng(1).integers(0, shape.num_items, num_candidates)
+    tokens = seeded_tokens(vocabulary, shape, num_tokens)
+    async with lent(pool, None, version, num_tokens) as (runs, _):
+        return await choose_way(engine, backend, ways, Trial(tokens, cached, chunk, candidates, runs))
 
 
 @asynccontextmanager
@@ -113,15 +145,23 @@ def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int
     Args:
         vocabulary: of the model.
         shape: its numbers of items and actions.
-        num_tokens: length of the history.
+        num_tokens: length of the history, with the user's token where the model has one.
         seed: another one makes another history.
     """
     random = np.random.default_rng(seed)
+    features = ModelFeatures(shape.features)
+    num_events = max(num_tokens - bool(features.user.features), 1)
     events = Events.make(
-        vocabulary.ids[random.integers(0, shape.num_items, num_tokens)],
-        random.integers(0, len(shape.actions), num_tokens),
-        np.cumsum(random.integers(0, 86_400, num_tokens)),
+        vocabulary.ids[random.integers(0, shape.num_items, num_events)],
+        random.integers(0, len(shape.actions), num_events),
+        np.cumsum(random.integers(0, 86_400, num_events)),
     )
     return tokenize(
-        events, vocabulary, len(shape.actions), max_tokens=num_tokens, cut_step_tokens=1, refuse_unknown=True
+        events,
+        vocabulary,
+        len(shape.actions),
+        max_tokens=num_tokens,
+        cut_step_tokens=1,
+        refuse_unknown=True,
+        features=features,
     )

@@ -29,7 +29,7 @@ from npu_gr.admission.door import Door, Slot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
-from npu_gr.core.kinds import A, Kind, Q
+from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
 from npu_gr.core.request import Request
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.scheduler import Scheduler
@@ -170,6 +170,14 @@ class Service:
     def models(self) -> list[ModelInfo]:
         """Describe the models that serve, the default first, and those that drain."""
         return self.versions.models()
+
+    def kind_versions(self) -> dict[str, tuple[str, ...]]:
+        """Name the versions of each kind that this instance serves, the current one first; () = it has no versions."""
+        vectors = self.parts.vectors.versions()
+        rankers = self.versions.of_ranker()
+        of_kind = {GENERATE.name: self.versions.of_generator(), MATCH.name: vectors}
+        of_kind |= dict.fromkeys((SIGNAL.name, RANK.name, RECOMMEND.name), rankers)
+        return {name: of_kind.get(name, ()) for name in self.parts.jobs}
 
     async def effective_config(self) -> dict[str, Any]:
         """Return the configuration in force as plain types."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import Events, HistoryReport
+from npu_gr.engine.attention import PLAIN, Trial, choose_way, possible, told
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
 from npu_gr.engine.page_jobs import CachedPrefix
@@ -188,21 +189,27 @@ def _history(num_tokens: int) -> Tokens:
     return Tokens(events, items, HistoryReport(fingerprint="", num_tokens=num_tokens))
 
 
-def accept(name: BackendName, sizes: Sizes = EXACT) -> list[Finding]:
+def accept(name: BackendName, sizes: Sizes = EXACT, kinds: Sequence[str] = ("rank", "generate")) -> list[Finding]:
     """Compare requests on the backend with the same requests on the CPU's plain torch ops, which compute in fp32."""
     ours = AcceptanceRig(choose(name), sizes)
     cpu = AcceptanceRig(CPUBackend("off"), sizes._replace(dtype=torch.float32))
     with ours.backend.stream():  # a device thread has its own stream; on the default stream no graph is captured
-        return _compared(ours, cpu)
+        return [finding for kind in kinds for finding in _COMPARED[kind](ours, cpu)]
 
 
-def _compared(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
+def _ranked(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
     sizes = ours.sizes
     want = cpu.rank(sizes.tokens, sizes.candidates)
     findings = []
     for what, cached, tier in (("cold", 0, ""), ("from HBM", sizes.cached, "hbm"), ("from DRAM", sizes.cached, "dram")):
         drift = float(np.abs(ours.rank(sizes.tokens, sizes.candidates, cached, tier) - want).max() / want.std())
         findings.append(_check(f"rank {what}", drift, sizes.tolerance, "of the logits' spread"))
+    return findings
+
+
+def _generated(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
+    sizes = ours.sizes
+    findings = []
     for num_items, width in sizes.searches:
         want_items = cpu.generate(num_items, width)
         try:
@@ -211,6 +218,38 @@ def _compared(ours: AcceptanceRig, cpu: AcceptanceRig) -> list[Finding]:
             difference = float("inf")
         findings.append(_check(f"generate, {width} beams", difference, sizes.search_tolerance, "nats"))
     return findings
+
+
+_COMPARED: dict[str, Callable[[AcceptanceRig, AcceptanceRig], list[Finding]]] = {
+    "rank": _ranked,
+    "generate": _generated,
+}
+
+
+async def attention_ways(name: BackendName, sizes: Sizes = PRODUCTION) -> list[Finding]:
+    """Try what can run a ranker's attention, as a service's warm-up does, and say which is taken."""
+    backend = choose(name)
+    rig = AcceptanceRig(backend, sizes)
+    scheduler = Scheduler(SchedulerConfig(), backend.stream)
+    engine = RankEngine(rig.ranker, backend, scheduler, rig.pages)
+    runs = (PageRun(0, rig.pages.layout.pages(sizes.tokens)),)
+    chunk = min(sizes.cached, scheduler.config.prefill_chunk_tokens)
+    trial = Trial(_history(sizes.tokens), sizes.cached, chunk, np.arange(sizes.candidates, dtype=np.int64), runs)
+    scheduler.start()
+    try:
+        tried = await choose_way(engine, backend, possible(engine, backend, "auto"), trial)
+    finally:
+        await scheduler.stop()
+    taken = engine.backend.ops.get("hstu_attention", PLAIN)
+    return [
+        Finding(
+            f"attention by {way.name}",
+            FindingState.BROKEN if way.refused else FindingState.OK,
+            told(way) + (", taken" if way.name == taken else ""),
+            "report this line; a service runs without it" if way.refused else "",
+        )
+        for way in tried
+    ]
 
 
 def _check(name: str, difference: float, tolerance: float, unit: str) -> Finding:

@@ -6,6 +6,7 @@ hangs or crashes as one: an operator is a step, and so is each kind of request.
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import ASCEND, BackendName
 from npu_gr.backend.npu import check
 from npu_gr.backend.npu import ops as ascend_ops
-from npu_gr.tools.acceptance import EXACT, PRODUCTION, ShapeLatency, accept, latencies
+from npu_gr.tools.acceptance import EXACT, PRODUCTION, ShapeLatency, accept, attention_ways, latencies
 from npu_gr.tools.doctor import examine
 
 QUICK = PRODUCTION._replace(
@@ -26,6 +27,7 @@ QUICK = PRODUCTION._replace(
 )
 RUNS = 20
 OPERATOR = "operator "
+AT_PRODUCTION = {"ranks at production shapes": "rank", "generates at production shapes": "generate"}
 
 
 class StepResult(NamedTuple):
@@ -38,7 +40,7 @@ class StepResult(NamedTuple):
 def names(backend: BackendName) -> list[str]:
     """Name the steps in their order: first what is there, then single operators, then requests, times last."""
     operators = [OPERATOR + name for name in ascend_ops.names()] if backend == ASCEND else []
-    return ["machine", *operators, "requests in fp32", "requests at production shapes", "latency"]
+    return ["machine", *operators, "requests in fp32", *AT_PRODUCTION, "ways of attention", "latency"]
 
 
 def run(backend: BackendName, name: str, quick: bool) -> StepResult:
@@ -59,8 +61,10 @@ def run(backend: BackendName, name: str, quick: bool) -> StepResult:
         return StepResult(_operator(backend, name.removeprefix(OPERATOR), quick), [])
     if name == "requests in fp32":
         return StepResult(accept(backend, EXACT), [])
-    if name == "requests at production shapes":
-        return StepResult(accept(backend, sizes), [])
+    if name in AT_PRODUCTION:
+        return StepResult(accept(backend, sizes, [AT_PRODUCTION[name]]), [])
+    if name == "ways of attention":
+        return StepResult(asyncio.run(attention_ways(backend, sizes)), [])
     assert name == "latency", name
     timed = latencies(backend, sizes, 3 if quick else RUNS)
     if backend == ASCEND:

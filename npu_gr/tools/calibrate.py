@@ -90,7 +90,7 @@ async def calibrate(config: Config, known: LogTraffic, seconds: float) -> Calibr
     """
     if config.checkpoint is None:
         raise ConfigError("checkpoint: the configuration names none, and it is ranks that are calibrated")
-    backend = choose(config.backend, config.native, config.hstu_library)
+    backend = choose(config.backend, config.native, config.hstu_library, config.attention)
     scheduler = Scheduler(config.scheduler, backend.stream)
     scheduler.start()
     try:

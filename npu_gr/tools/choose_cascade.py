@@ -21,7 +21,7 @@ from npu_gr.core.request import SourceName
 from npu_gr.service.config import load
 from npu_gr.tools.evaluate_service import AT_ONCE, EvaluationClient
 from npu_gr.train.cascade import TOP, CascadeChoice, CascadeWay, cascade_ways, choose_way
-from npu_gr.train.next_event import MISSED, NextEventCase
+from npu_gr.train.next_event import MISSED, NextEventCase, hides_seen
 
 
 async def choose_over_http(
@@ -46,7 +46,8 @@ async def choose_over_http(
     async with EvaluationClient(base_url, api_key) as client, EvaluationClient(admin_url, api_key) as admin:
         section = await admin.cascade()
         sources: list[SourceName] = list(section["sources"])
-        first, _ = await _asked(client, cases[0], {})
+        seen: dict[str, object] = {"exclude_seen": hides_seen(cases)}
+        first, _ = await _asked(client, cases[0], seen)
         configured = CascadeWay(tuple(sources), first["order"])
         # only a ranker with a fitted order answers in it unasked
         has_order = section["order"] == "fitted" or (section["order"] is None and configured.order == "fitted")
@@ -59,7 +60,7 @@ async def choose_over_http(
             nonlocal num_done
             async with waiting:
                 for way in ways:
-                    _, items = await _asked(client, case, {"sources": list(way.sources), "order": way.order})
+                    _, items = await _asked(client, case, seen | {"sources": list(way.sources), "order": way.order})
                     if case.target in items:
                         places[way][row] = items.index(case.target)
                 num_done += 1
@@ -74,7 +75,7 @@ async def choose_over_http(
 async def _asked(
     client: EvaluationClient, case: NextEventCase, how: dict[str, object]
 ) -> tuple[dict[str, Any], list[int]]:
-    when = {"timestamp": case.happened_at, "num_items": TOP, "exclude_seen": True}
+    when = {"timestamp": case.happened_at, "num_items": TOP}
     answer, _ = await client.post(RECOMMEND.path, case.body("judge-choose") | when | how)
     return answer, answered_ids(answer["items"]).tolist()
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import signal
 import socket
 import sys
@@ -56,7 +57,7 @@ from npu_gr.service.config import Config, load
 from npu_gr.tools import demo_cascade
 from npu_gr.tools.demo_summary import sum_up
 from npu_gr.train.data import to_train_on
-from npu_gr.train.site.make import train_site
+from npu_gr.train.site.make import train_command, train_site
 from npu_gr.train.site.report import SiteReport
 
 SLICE = 20  # held-out events of a request
@@ -123,14 +124,15 @@ def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: 
     source = movielens_100k()
     items = source.with_suffix(".item")
     data = folder / "data"
-    console.print(f"$ npu-gr prepare {source} --items {items} --out {data}", soft_wrap=True)
+    words = ["npu-gr", "prepare", str(source), "--items", str(items), "--out", str(data)]
+    console.print(f"$ {shlex.join(words)}", soft_wrap=True)
     if is_dataset(data):
         console.print(f"reusing {data}")
     else:
         console.print(
             summary(prepare(source, data, items=items).manifest, data), soft_wrap=True, markup=False, highlight=False
         )
-    console.print(f"$ npu-gr train all {data} --out {folder}", soft_wrap=True)
+    console.print(f"$ {train_command(data, folder, 'full', overrides, num_threads)}", soft_wrap=True)
     dataset = read_dataset(data)
     site = train_site(data, folder, overrides, num_threads, console)
     return MadeDemo(folder, dataset, dataset.interactions(), site)

@@ -9,7 +9,8 @@ from npu_gr.features.interactions import Interactions
 from npu_gr.replay.report import Report
 from npu_gr.replay.tally import HITS
 from npu_gr.tools.evaluate_service import ServiceEvaluation
-from npu_gr.train.site.examples import curl, examples, known_user, serve
+from npu_gr.train.next_command import curl, serve
+from npu_gr.train.site.examples import examples, known_user
 from npu_gr.train.site.report import SiteReport
 
 

@@ -85,6 +85,8 @@ def examine_instance(config: Config) -> list[WayIn]:
         # kubelets have no certificate, so nobody is asked for one there
         admin_tls = None if tls is None else msgspec.structs.replace(tls, client_ca=None)
         found += _address("server.admin", server.admin_host, server.admin_port, ADMIN, keys, admin_tls)
+    if server.grpc_port is not None:
+        found += _address("server.grpc", server.host, server.grpc_port, PUBLIC, keys, tls)
     found += _keys(keys)
     found += _proxies(server.trusted_proxies)
     found += _store(config)

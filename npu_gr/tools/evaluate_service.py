@@ -1,12 +1,13 @@
 """Evaluate a running service: does it recommend what the users did next? The cascade, and each of its stages alone.
 
 Protocol: each user is asked for once. The events before one of the user's events are sent as the history; that event's
-item is the right answer. Every item may be answered (no sampled negatives) but those of the history. The ways to ask:
+item is the right answer. Every item may be answered (no sampled negatives) but those of the history, and these too
+where most of the next items are repeats. The ways to ask:
 
     generate     POST /v1/generate, if the service has it; for as many items as the cascade asks of it, if it does
     match        POST /v1/match, likewise
     trunk        POST /v1/recommend of that source alone, without a rank; transitions likewise
-    rank         POST /v1/rank over every unseen item of the log, which no service could afford on a large catalogue
+    rank         POST /v1/rank over every such item of the log, which no service could afford on a large catalogue
     recommend    POST /v1/recommend: the retrieved items, ranked
 
 `retrieved` is the share of the users whose item was among all the retrieved items: the cascade cannot reach more.
@@ -30,7 +31,7 @@ from npu_gr.core.kinds import GENERATE, KINDS, MATCH, RECOMMEND
 from npu_gr.core.names import answered_ids
 from npu_gr.train.cascade import why
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
-from npu_gr.train.next_event import MISSED, NextEventCase, raw_column
+from npu_gr.train.next_event import MISSED, NextEventCase, hides_seen, raw_column
 
 TOP = 10  # items that count as recommended
 BESIDE = 100  # items asked of what the service finds beside the cascade's sources
@@ -49,6 +50,7 @@ class ServiceEvaluation:
     order: str  # of the cascade's answers
     retrieved: float  # share of the cases whose item was among the retrieved items
     outcomes: dict[str, int]  # how the cascade's ranks got their prefix
+    hides_seen: bool  # items of the history were left out
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has."""
@@ -64,6 +66,7 @@ class ServiceEvaluation:
             "sources": self.sources,
             "order": self.order,
             "outcomes": self.outcomes,
+            "hides_seen": self.hides_seen,
             "why": self.why,
         }
 
@@ -87,7 +90,8 @@ class ServiceEvaluation:
         num = found["num_users"]
         table = Table(
             *("way", f"HR@{TOP}", f"NDCG@{TOP}", "P50 ms"),
-            title=f"next item of {num} users, whole catalogue, seen items left out",
+            title=f"next item of {num} users, whole catalogue, "
+            + ("seen items left out" if self.hides_seen else "seen items too: most next items are repeats"),
             caption=f"95 % interval of an HR@{TOP} of .2: +-{1.96 * (0.16 / num) ** 0.5:.3f}; "
             f"the item was among the {self._asked} retrieved for {self.retrieved:.3f} of the users; "
             f"the cascade's ranks: {', '.join(f'{count} {name}' for name, count in self.outcomes.items())}\n{self.why}",
@@ -134,16 +138,18 @@ async def evaluate(
         ranks: dict[str, list[float]] = {way: [] for way in (*parts, "rank", "recommend")}
         seconds: dict[str, list[float]] = {way: [] for way in ranks}
         waiting = asyncio.Semaphore(AT_ONCE)
+        exclude_seen = hides_seen(cases)
 
         async def one(case: NextEventCase) -> None:
             async with waiting:
-                seen = set(case.items)
-                unseen = [item for item in catalogue if item not in seen]
+                hidden = case.items if exclude_seen else []
+                seen = set(hidden)
+                allowed = [item for item in catalogue if item not in seen]
                 at: dict[str, Any] = {"timestamp": case.happened_at}
                 asked: dict[str, dict[str, Any]] = {
-                    "recommend": {**at, "num_items": TOP, "exclude_seen": True},
-                    **{way: _source_alone(way, size, case) for way, size in parts.items()},
-                    "rank": {**at, "candidates": raw_column(unseen), "top_k": TOP},
+                    "recommend": {**at, "num_items": TOP, "exclude_seen": exclude_seen},
+                    **{way: _source_alone(way, size, case, hidden) for way, size in parts.items()},
+                    "rank": {**at, "candidates": raw_column(allowed), "top_k": TOP},
                 }
                 was_retrieved = False
                 for way, of_way in asked.items():
@@ -171,14 +177,15 @@ async def evaluate(
         order=", ".join(sorted(orders)),
         retrieved=float(np.mean(retrieved)),
         outcomes=dict(sorted(outcomes.items())),
+        hides_seen=exclude_seen,
     )
 
 
-def _source_alone(source: str, num_items: int, case: NextEventCase) -> dict[str, Any]:
-    """Ask one source: by its own route, or by a cascade of it that ranks nothing."""
+def _source_alone(source: str, num_items: int, case: NextEventCase, hidden: list[int]) -> dict[str, Any]:
+    """Ask one source for items that are not hidden: by its own route, or by a cascade of it that ranks nothing."""
     if source in KINDS:
-        return {"num_items": num_items, "deny_items": raw_column(case.items)}
-    alone = {"sources": [source], "order": "retrieval", "exclude_seen": True}
+        return {"num_items": num_items, "deny_items": raw_column(hidden)}
+    alone = {"sources": [source], "order": "retrieval", "exclude_seen": bool(hidden)}
     return {"num_items": num_items, "timestamp": case.happened_at, **alone}
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
+from npu_gr.features.columns import FeatureColumn
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.train.metrics import F64
 
@@ -73,6 +74,7 @@ class InteractionLog:
     item_ids: I64  # [num_items] external id of each row, ascending
     action_values: tuple[float, ...]  # value of each action, e.g. a rating; ascending
     action_names: tuple[str, ...] = ()  # name of each action, which has no order; none = its value is its name
+    columns: tuple[FeatureColumn, ...] = ()  # features of the users and of the events
 
     @property
     def num_users(self) -> int:
@@ -153,6 +155,7 @@ def build_log(interactions: Interactions, features: Sequence[ItemValues], split:
         item_ids=ids,
         action_values=tuple(action_values.tolist()),
         action_names=interactions.action_names,
+        columns=tuple(column.of_events(order) for column in interactions.columns),
     )
     return _split(log, np.ones(len(log.items), np.bool_), split)
 
@@ -199,6 +202,7 @@ def _split(log: InteractionLog, kept: Bools, split: Split) -> InteractionLog:
         item_ids=log.item_ids,
         action_values=log.action_values,
         action_names=log.action_names,
+        columns=tuple(column.of_events(kept) for column in log.columns),
     )
 
 

@@ -52,6 +52,10 @@ class Graph:
     num_users: int
     num_items: int
 
+    def none(self) -> Graph:
+        """The same users and items without edges."""
+        return Graph(self.users[:0], self.items[:0], self.num_users, self.num_items)
+
     def degrees(self) -> tuple[I64, I64]:
         """Count the edges of every user, int64 [num_users], and of every item, int64 [num_items]."""
         return (

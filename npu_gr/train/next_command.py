@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,8 +68,8 @@ def next_command(folder: Path, path: str, body: dict[str, Any]) -> str:
         body: of the request.
     """
     return f"""Serve it, and ask it:
-npu-gr serve --config {folder / CONFIGURATION} &
-{_curl(path, body)}"""
+{serve(folder / CONFIGURATION)} &
+{curl(path, body)}"""
 
 
 def how_to_match(folder: Path, user: str) -> str:
@@ -84,10 +85,21 @@ def how_to_match(folder: Path, user: str) -> str:
 Add this section to the configuration of a ranker or a generator, for an instance that matches does one of both; or say
 it as the instance starts, e.g. on the folder of `npu-gr train rank`:
 
-npu-gr serve --config ranker/{CONFIGURATION} --set match.vectors={folder} &
-{_curl("/v1/match", {"user_id": user, "num_items": 10})}"""
+{serve(Path("ranker") / CONFIGURATION)} --set {shlex.quote(f"match.vectors={folder}")} &
+{curl("/v1/match", {"user_id": user, "num_items": 10})}"""
 
 
-def _curl(path: str, body: dict[str, Any]) -> str:
-    text = json.dumps(body).replace("'", "'\\''")  # it stands in quotes of the shell
-    return f"curl -s localhost:8080{path} -H 'content-type: application/json' -d '{text}'"
+def serve(configuration: Path) -> str:
+    """Write the command that serves, for a shell."""
+    return f"npu-gr serve --config {shlex.quote(str(configuration))}"
+
+
+def curl(path: str, body: dict[str, Any]) -> str:
+    """Write the command that asks, for a shell.
+
+    Args:
+        path: of the request, e.g. /v1/rank.
+        body: of the request.
+    """
+    text = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return f"curl -s localhost:8080{path} -H 'content-type: application/json' -d {text}"

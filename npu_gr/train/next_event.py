@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.features.interactions import Interactions
+from npu_gr.train.next_item import MANY_REPEATS
 
 JUDGED_USERS = 300  # who judge a site's cascade; others choose it
 MISSED = float("inf")  # the place of an item that was not answered
@@ -74,6 +75,11 @@ def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int 
         return cases
     chosen = np.random.default_rng(0).choice(len(cases), num_users, replace=False)
     return [cases[index] for index in sorted(chosen.tolist())]
+
+
+def hides_seen(cases: Sequence[NextEventCase]) -> bool:
+    """Whether to leave out what each user had before: not where most of the next items are repeats."""
+    return sum(case.target in case.items for case in cases) <= MANY_REPEATS * len(cases)
 
 
 def _names(values: npt.NDArray[np.float64], names: Sequence[str]) -> list[str | float]:

@@ -104,9 +104,10 @@ class BaselineComparison:
     """A model beside the strongest baseline, on the same next items."""
 
     model: str
-    baseline: str  # the one with the highest HR@10 unseen; of equals the one with the highest NDCG@10 unseen
+    baseline: str  # the one with the highest first figure that is judged by; of equals the next figure
     differences: dict[str, Difference]  # figure -> the model's less the baseline's
-    is_better: bool  # beyond the interval by a figure of unseen items, which recommendations are; worse by none
+    is_better: bool  # beyond the interval by a figure that is judged by; worse by none
+    grounds: str  # what is judged by, and why, in words
 
     def text(self) -> str:
         """Say in words how the model stands."""
@@ -114,7 +115,7 @@ class BaselineComparison:
             f"  {name:<15} {found.mean:+.4f}  (95 %: {found.low:+.4f} .. {found.high:+.4f})"
             for name, found in self.differences.items()
         )
-        text = f"{self.model} less {self.baseline}, the strongest baseline, by user:\n{figures}"
+        text = f"{self.model} less {self.baseline}, the strongest baseline, by user:\n{figures}\n{self.grounds}"
         if self.is_better:
             return text
         return (
@@ -125,11 +126,19 @@ class BaselineComparison:
     def as_dict(self) -> dict[str, object]:
         """Turn it into plain types for JSON."""
         differences = {name: found._asdict() for name, found in self.differences.items()}
-        return {"model": self.model, "baseline": self.baseline, "is_better": self.is_better, "differences": differences}
+        return {
+            "model": self.model,
+            "baseline": self.baseline,
+            "is_better": self.is_better,
+            "grounds": self.grounds,
+            "differences": differences,
+        }
 
 
 def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRanks]) -> BaselineComparison | None:
     """Compare a model with the strongest baseline; None = there is no user or no baseline.
+
+    Judged by the unseen items, which recommendations are, or by all items where most next items are repeats.
 
     Args:
         model: its name.
@@ -138,18 +147,23 @@ def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRa
     """
     if not len(ranks.unseen) or not baselines:
         return None
-    best = max(baselines, key=lambda name: (hit_ratio(baselines[name].unseen, K), ndcg(baselines[name].unseen, K)))
+    best = max(baselines, key=lambda name: (hit_ratio(baselines[name].judged, K), ndcg(baselines[name].judged, K)))
+    theirs = baselines[best]
+    kinds = {" unseen": (ranks.unseen, theirs.unseen), "": (ranks.overall, theirs.overall)}
+    judged, other = ("", " unseen") if ranks.judges_all else (" unseen", "")
     differences = {
-        f"{name}@{K}{suffix}": difference_of_users(figure(ours, K), figure(theirs, K))
-        for suffix, ours, theirs in zip((" unseen", ""), reversed(ranks), reversed(baselines[best]), strict=True)
+        f"{name}@{K}{kind}": difference_of_users(figure(kinds[kind][0], K), figure(kinds[kind][1], K))
+        for kind in (judged, other)
         for name, figure in (("HR", hits), ("NDCG", ndcg_of_each))
     }
-    unseen = {name: found for name, found in differences.items() if name.endswith("unseen")}
+    of_what = "all items" if ranks.judges_all else "unseen items"
     return BaselineComparison(
         model=model,
         baseline=best,
         differences=differences,
-        is_better=_is_better(unseen),
+        is_better=_is_better({name: found for name, found in differences.items() if name.endswith(f"@{K}{judged}")}),
+        grounds=f"judged by {of_what}: {ranks.repeat_ratio:.0%} of the next items are repeats, which their users had "
+        "before",
     )
 
 
@@ -168,7 +182,13 @@ def compare_hits(
         return None
     best = max(baselines, key=lambda name: hit_ratio(baselines[name], ks[0]))
     differences = {f"HIT@{k}": difference_of_users(hits(ranks, k), hits(baselines[best], k)) for k in ks}
-    return BaselineComparison(model=model, baseline=best, differences=differences, is_better=_is_better(differences))
+    return BaselineComparison(
+        model=model,
+        baseline=best,
+        differences=differences,
+        is_better=_is_better(differences),
+        grounds="judged by items that their users lack",
+    )
 
 
 def _is_better(differences: Mapping[str, Difference]) -> bool:

@@ -5,30 +5,34 @@
     python ops/ascendc/mutate.py --list
 
 All mutants of one rule are in one build and a number picks the one that is on, so there are as many builds as rules,
-and one of the faults that a person would make, of faults.py. A mutant falls when the twin complains, an answer differs,
-or the program crashes or hangs. EQUIVALENT names those that change nothing that can be seen, each with the reason.
+and one of the faults that a person would make, of faults.py and hstu_faults.py. A mutant falls when the twin complains,
+an answer differs, or the program crashes or hangs. EQUIVALENT names those that change nothing that can be seen, each
+with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from faults import KERNEL_FAULTS, Fault, plant
+from hstu_faults import HSTU_FAULTS
 
 from npu_gr.bench.ascend_twin import FLAGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-HANGS_S = 60.0  # a fixed case takes milliseconds
+FAULTS = (*KERNEL_FAULTS, *HSTU_FAULTS)
 KERNELS = {  # file -> ops that run through it
     "kernels/best_pairs.h": ("masked_topk", "csr_gather_topk"),
     "kernels/masked_topk.h": ("masked_topk",),
@@ -74,52 +78,51 @@ class Rule(NamedTuple):
     switched: Callable[[re.Match[str], int], str]
 
 
+def _operator(kind: int) -> Callable[[re.Match[str], int], str]:
+    """Switch a binary operator; `kind` is that of the templates above."""
+    before, behind = ("+", "+") if kind in (2, 3) else ("<", ">")  # sums bind as sums do
+    return lambda _m, n: f" {before} mutants::Op<{kind}>{{{n}}} {behind} "
+
+
+def _other(text: str) -> Callable[[re.Match[str], int], str]:
+    """Switch to another text; `{}` in it is what stands there."""
+    return lambda m, n: f"(ON({n}) ? {text.format(m[0])} : {m[0]})"
+
+
+def _left_out(m: re.Match[str], n: int) -> str:
+    return f"if (!ON({n})) {m[0]}"
+
+
+COMPARES = {"AscendC::CMPMODE::GT": "GE", r"\bCMPMODE::LT": "LE", r"\bCMPMODE::LE": "LT", r"\bCMPMODE::EQ": "NE"}
+TO_FLOAT = r"(?<=Cast\(f, d, )RoundMode::CAST_RINT"  # the only cast of integers
+TO_NARROW = r"(?<!f, d, )(?:AscendC::)?\bRoundMode::CAST_RINT"
 RULES = (
-    Rule("no barrier", r"\bvector_done\(\);", lambda m, n: f"if (!ON({n})) {m[0]}"),
-    Rule("no flag", r"\bsync<[\w:]+>\(\*pipe_?\);", lambda m, n: f"if (!ON({n})) {m[0]}"),
-    Rule("no free", r"[\w.]+\.FreeTensor\(\w+\)", lambda m, n: f"(ON({n}) ? (void)0 : {m[0]})"),
-    Rule("below: or equal", r" < ", lambda m, n: f" < mutants::Op<0>{{{n}}} > "),
-    Rule("above: or equal", r" > ", lambda m, n: f" < mutants::Op<1>{{{n}}} > "),
-    Rule("plus: minus", r" \+ ", lambda m, n: f" + mutants::Op<2>{{{n}}} + "),
-    Rule("minus: plus", r" - ", lambda m, n: f" + mutants::Op<3>{{{n}}} + "),
+    Rule("no barrier", r"\bvector_done\(\);", _left_out),
+    Rule("no flag", r"\bsync<[\w:]+>\(\*pipe_?\);", _left_out),
+    Rule("no free", r"[\w.]+\.FreeTensor\(\w+\)", _other("(void)0")),
+    Rule("below: or equal", r" < ", _operator(0)),
+    Rule("above: or equal", r" > ", _operator(1)),
+    Rule("plus: minus", r" \+ ", _operator(2)),
+    Rule("minus: plus", r" - ", _operator(3)),
     Rule(
         "no rounding up",
         r"\bround_up\(([^,()]+(?:\([^()]*\))?[^,()]*), [\w ]+\)",
         lambda m, n: f"(ON({n}) ? uint32_t({m[1]}) : {m[0]})",
     ),
     Rule("no limit", r"\bmin_of\(([^,()]+), ([^()]+)\)", lambda m, n: f"(ON({n}) ? ({m[2]}) : {m[0]})"),
-    Rule("other compare", r"AscendC::CMPMODE::GT", lambda m, n: f"(ON({n}) ? AscendC::CMPMODE::GE : {m[0]})"),
-    Rule("other compare", r"\bCMPMODE::LT", lambda m, n: f"(ON({n}) ? CMPMODE::LE : {m[0]})"),
-    Rule("other compare", r"\bCMPMODE::LE", lambda m, n: f"(ON({n}) ? CMPMODE::LT : {m[0]})"),
-    Rule("other compare", r"\bCMPMODE::EQ", lambda m, n: f"(ON({n}) ? CMPMODE::NE : {m[0]})"),
-    Rule("equal: not", r" == ", lambda m, n: f" < mutants::Op<4>{{{n}}} > "),
-    Rule("not equal: equal", r" != ", lambda m, n: f" < mutants::Op<5>{{{n}}} > "),
-    Rule(
-        "other rounding",
-        r"(?<=Cast\(f, d, )RoundMode::CAST_RINT",
-        lambda m, n: f"(ON({n}) ? RoundMode::CAST_FLOOR : {m[0]})",
-    ),
-    Rule(
-        "other rounding",
-        r"(?<!f, d, )(?:AscendC::)?\bRoundMode::CAST_RINT",
-        lambda m, n: f"(ON({n}) ? AscendC::RoundMode::CAST_TRUNC : {m[0]})",
-    ),
-    Rule("other float", r"(?<![\w.])1\.0f|float_of\(s_\.\w+\)", lambda m, n: f"(ON({n}) ? 0.5f : {m[0]})"),
-    Rule("another number", r"int32_t\([01]\)", lambda m, n: f"(ON({n}) ? -7 : {m[0]})"),
-    Rule("first head", r"\b(tile\.)?head(?= \*)", lambda m, n: f"(ON({n}) ? 0 : {m[0]})"),
-    Rule(
-        "first request",
-        r"\b(tile\.)?request(?= \*)|(?<=\()(tile\.)?request(?=\))",
-        lambda m, n: f"(ON({n}) ? 0 : {m[0]})",
-    ),
-    Rule(
-        "other size",
-        r"\bk(RowBlock|KeyBlock|NearEnd|FloatBucket|Selected)\b",
-        lambda m, n: f"({m[0]} + uint32_t(ON({n})))",
-    ),
-    Rule("another infinity", r"\bkNegInf\b", lambda m, n: f"(ON({n}) ? 0.0f : kNegInf)"),
-    Rule("-1: 0", r"int32_t\(-1\)", lambda m, n: f"int32_t(ON({n}) ? 0 : -1)"),
-    Rule("next row", r"uint64_t\((row|request|group|list|first)\)", lambda m, n: f"({m[0]} + uint64_t(ON({n})))"),
+    *(Rule("other compare", found, _other(f"AscendC::CMPMODE::{other}")) for found, other in COMPARES.items()),
+    Rule("equal: not", r" == ", _operator(4)),
+    Rule("not equal: equal", r" != ", _operator(5)),
+    Rule("other rounding", TO_FLOAT, _other("AscendC::RoundMode::CAST_FLOOR")),
+    Rule("other rounding", TO_NARROW, _other("AscendC::RoundMode::CAST_TRUNC")),
+    Rule("other float", r"(?<![\w.])1\.0f|float_of\(s_\.\w+\)", _other("0.5f")),
+    Rule("another number", r"int32_t\([01]\)", _other("-7")),
+    Rule("first head", r"\b(tile\.)?head(?= \*)", _other("0")),
+    Rule("first request", r"\b(tile\.)?request(?= \*)|(?<=\()(tile\.)?request(?=\))", _other("0")),
+    Rule("other size", r"\bk(RowBlock|KeyBlock|NearEnd|FloatBucket|Selected)\b", _other("{} + 1")),
+    Rule("another infinity", r"\bkNegInf\b", _other("0.0f")),
+    Rule("-1: 0", r"int32_t\(-1\)", _other("int32_t(0)")),
+    Rule("next row", r"uint64_t\((row|request|group|list|first)\)", _other("{} + 1")),
     Rule("opposite", r"\bif \((?=[^;{]*[;{]?$)", lambda m, n: f"if (ON({n}) != bool("),
 )
 
@@ -370,7 +373,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
 
 def mutable(code: str) -> bool:
     """No declaration, no constant: there a switch has no place."""
-    declares = "#", "template", "class", "struct", "using", "if constexpr"
+    declares = "#", "template", "class", "struct", "using", "constexpr", "if constexpr"
     return "static" not in code and not code.lstrip().startswith(declares)
 
 
@@ -412,7 +415,7 @@ def build(rule: int | None, folder: Path) -> Path:
     tree = folder / f"rule{rule}"
     shutil.copytree(HERE, tree, ignore=shutil.ignore_patterns("*.py", "build"))
     if rule is None:
-        plant(KERNEL_FAULTS, tree)
+        plant(FAULTS, tree)
     else:
         planted(rule, tree)
     switch = tree / "switch.h"
@@ -423,21 +426,27 @@ def build(rule: int | None, folder: Path) -> Path:
     return library
 
 
-def verdict(library: Path, mutant: Mutant | Fault | None) -> str:
-    """`fell: ...`, or `survived`. None = no mutant is on."""
-    number, ops = (-1, sorted({op for ops in KERNELS.values() for op in ops}))
-    if isinstance(mutant, Mutant):
-        number, ops = mutant.number, list(KERNELS[mutant.file])
-    elif mutant is not None:
-        number, ops = KERNEL_FAULTS.index(mutant), list(mutant.ops)
-    run = [sys.executable, "-m", "tests.ops.fixed", "--mutant", str(number), str(library), *ops]
-    try:
-        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=HANGS_S, check=False)
-    except subprocess.TimeoutExpired:
-        return "fell: hangs"
-    if done.returncode == 0:
-        return "survived"
-    return "fell: " + ((done.stderr.strip().splitlines() or [f"signal {-done.returncode}"])[-1])[:120]
+def verdicts(library: Path, mutants: Sequence[Mutant | Fault | None], jobs: int) -> list[str]:
+    """`fell: ...` or `survived`, of each in order. None = no mutant is on, and every op runs."""
+    asked: list[tuple[int, Sequence[str]]] = []
+    for mutant in mutants:
+        if isinstance(mutant, Mutant):
+            asked.append((mutant.number, KERNELS[mutant.file]))
+        elif mutant is not None:
+            asked.append((FAULTS.index(mutant), mutant.ops))
+        else:
+            asked.append((-1, sorted({op for ops in KERNELS.values() for op in ops})))
+    told = [""] * len(asked)
+    with ThreadPoolExecutor(jobs) as pool:
+        for first, lines in enumerate(pool.map(partial(_lines, library), [asked[i::jobs] for i in range(jobs)])):
+            told[first::jobs] = lines
+    return told
+
+
+def _lines(library: Path, asked: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    run = [sys.executable, "-m", "tests.ops.mutants", str(library)]
+    done = subprocess.run(run, cwd=ROOT, input=json.dumps(asked), stdout=subprocess.PIPE, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def is_equivalent(mutant: Mutant | Fault) -> bool:
@@ -452,8 +461,8 @@ def check(every: int, jobs: int) -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         todo = [None, *(rule for rule in range(len(RULES)) if planted(rule))]
         for rule, library in zip(todo, pool.map(lambda r: build(r, Path(folder)), todo), strict=True):
-            mutants: list[Mutant | Fault] = [*KERNEL_FAULTS] if rule is None else [*planted(rule)[::every]]
-            found = list(pool.map(lambda mutant, at=library: verdict(at, mutant), [None, *mutants]))
+            mutants: list[Mutant | Fault] = [*FAULTS] if rule is None else [*planted(rule)[::every]]
+            found = verdicts(library, [None, *mutants], jobs)
             if found[0] != "survived":
                 raise SystemExit(f"{rule}: without a mutant: {found[0]}")
             for mutant, told in zip(mutants, found[1:], strict=True):

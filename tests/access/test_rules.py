@@ -24,9 +24,9 @@ async def test_routes_and_rules_are_the_same() -> None:
 
 
 def test_what_is_public_changes_no_instance() -> None:
-    kinds = {(kind.method, kind.path) for kind in KINDS.values()}
+    kinds = {(kind.method, path) for kind in KINDS.values() for path in kind.paths}
     for (method, path), rule in rules().items():
         if rule.is_public and (method, path) not in kinds:
             assert method == "GET"
-            assert rule.scope in (None, Scope.INFER)
+            assert rule.scope in ((Scope.OBSERVE,) if path.endswith("/stats") else (None, Scope.INFER))
         assert rule.is_public or rule.is_admin

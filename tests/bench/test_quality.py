@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from npu_gr.bench import quality
-from npu_gr.bench.quality import QUICK, match_lines, next_lines
+from npu_gr.bench.quality import QUICK, codes_lines, match_lines, next_lines
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.train.baselines.sasrec import SASRecOptions
@@ -75,14 +76,29 @@ def test_folders_that_share_nobody_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_trainer_of_the_next_item_has_its_lines() -> None:
+    """Most of the next items of this log are repeats."""
     lines = list(next_lines(planted(num_users=30, num_events=12), "planted", TINY))
     ways = ("train retrieve", "train generate", "train rank")
     assert [line.case for line in lines] == [
-        f"next planted: {way}, unseen, {figure}" for way in ways for figure in ("HR@10", "NDCG@10")
+        f"next planted: {way}, all items, {figure}" for way in ways for figure in ("HR@10", "NDCG@10")
     ]
     names = {line.baseline for line in lines}
     assert names <= {"popularity", "Markov counts", "decayed transitions", "ItemKNN", "EASE", "PureSVD", "SASRec"}
     assert all(0 <= line.ours <= 1 for line in lines)
+
+
+def test_given_and_own_codes_have_their_lines(tmp_path: Path) -> None:
+    log = planted(num_users=30, num_events=12)
+    codes = {str(item): [place % 5, place // 5] for place, item in enumerate(np.unique(log.items).tolist())}
+    (tmp_path / "codes.json").write_text(json.dumps(codes))
+    lines = list(codes_lines(log, tmp_path / "codes.json", "planted", replace(TINY, codes=TINY.generate)))
+    kinds = ("given IDs", "own IDs")
+    assert [line.case for line in lines] == [  # nobody published figures of this log
+        f"codes planted: train generate, {kind}, all items, {figure}"
+        for kind in kinds
+        for figure in ("HR@10", "NDCG@10")
+    ]
+    assert lines[0].ours != lines[2].ours
 
 
 def test_the_strongest_baseline_is_the_one_of_the_best_mean() -> None:

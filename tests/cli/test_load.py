@@ -20,7 +20,8 @@ import pytest
 from npu_gr.core.history import Events, UserKey
 from npu_gr.features.store import open_store
 from npu_gr.service.config import load as load_config
-from tests.cli.test_main import free_port, is_ready, run, write
+from tests.cli.forked import run
+from tests.cli.test_main import free_port, is_ready, write
 from tests.features.redis_server import redis_path
 from tests.serving import FIRST_ID, write_checkpoint
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from tests.cli.forked import run
 from tests.models import events
 from tests.serving import FIRST_ID, columns, make_config, write_checkpoint
 
@@ -33,10 +34,6 @@ def write(folder: Path, **sections: object) -> Path:
     path = folder / "c.yaml"
     path.write_text(yaml.safe_dump(to_table(make_config(folder, **sections))))
     return path
-
-
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "npu_gr", *words], capture_output=True, text=True, timeout=60)
 
 
 def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, dict[str, str]]:

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.test_main import RANK, ask, free_port, run, write
+from tests.cli.forked import run
+from tests.cli.test_main import RANK, ask, free_port, write
 from tests.serving import write_checkpoint
 
 

@@ -25,7 +25,7 @@ NUM_MATCHED = 60
 
 
 @asynccontextmanager
-async def shop(folder: Path) -> AsyncIterator[tuple[str, Service]]:
+async def shop(folder: Path, **server: Any) -> AsyncIterator[tuple[str, Service]]:
     checkpoint = Checkpoint(model=tiny_model(), item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS)
     save(checkpoint, folder / "checkpoint")
     ItemNames.make(NAMES, list(TITLES.values())).save(folder / "checkpoint")
@@ -35,5 +35,5 @@ async def shop(folder: Path) -> AsyncIterator[tuple[str, Service]]:
         "match": {"vectors": str(folder / "vectors")},
         "recommend": {"sources": {"match": 20}, "popular": str(folder / "popular.txt")},
     }
-    async with serving(folder, **sections) as (http, service):
+    async with serving(folder, **sections, server=server) as (http, service):
         yield str(http.make_url("/")), service

@@ -40,7 +40,8 @@ def address(client: TestClient[Any, Any]) -> str:
 
 
 def behaviours(num: int, seed: int = 0) -> Behaviours:
-    return Behaviours(**columns(events(num, seed)))
+    history = columns(events(num, seed))
+    return Behaviours(history["items"], history["actions"], history["timestamps"])
 
 
 @pytest.fixture

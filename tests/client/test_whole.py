@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from npu_gr.client import AsyncClient, Behaviours
+from npu_gr.client import AsyncClient, Behaviours, Features
 from npu_gr.core.errors import BadAnswer
 from npu_gr.server.codec import CODECS
 from tests.client.scripted import answer, scripted
@@ -23,6 +23,7 @@ GIVEN: dict[str, Any] = {
     "fields": ["title"],
     "attributes": {"brand": ["x"]},
     "context": {"page": 1},
+    "features": Features(user={"age": 3}),
     "mode": "merge",
     "normalise": "valid",
     "unknown_items": "drop",

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.shares import WANTS_S
-from npu_gr.features.base import StoredHistory
-from npu_gr.features.prefix_history_cache import PrefixHistoryCache
+from npu_gr.features.prefix_history_cache import KnownHistory, PrefixHistoryCache
 from tests.models import events
 
 USERS = [UserKey("t", "a"), UserKey("t", "b"), UserKey("other", "a")]
@@ -16,25 +15,25 @@ USERS = [UserKey("t", "a"), UserKey("t", "b"), UserKey("other", "a")]
 
 def test_the_least_recently_used_goes_first() -> None:
     one = PrefixHistoryCache(10**9)
-    one.remember(UserKey("", "x"), "f", StoredHistory(events(10), 0))
+    one.remember(UserKey("", "x"), "f", KnownHistory(events(10), 0))
     known = PrefixHistoryCache(3 * one.bytes_used)
     for name in "abc":
-        known.remember(UserKey("", name), "f", StoredHistory(events(10), 0))
+        known.remember(UserKey("", name), "f", KnownHistory(events(10), 0))
     assert known.find(UserKey("", "a"), "f") is not None
-    known.remember(UserKey("", "d"), "f", StoredHistory(events(10), 0))
+    known.remember(UserKey("", "d"), "f", KnownHistory(events(10), 0))
     assert [name for name in "abcd" if known.find(UserKey("", name), "f") is not None] == ["a", "c", "d"]
 
 
 def test_what_is_too_large_is_not_kept() -> None:
     known = PrefixHistoryCache(100)
-    known.remember(UserKey("", "a"), "f", StoredHistory(events(10), 0))
+    known.remember(UserKey("", "a"), "f", KnownHistory(events(10), 0))
     assert known.bytes_used == 0
     assert known.find(UserKey("", "a"), "f") is None
 
 
 def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
     known, history = PrefixHistoryCache(10**6), events(5000)
-    known.remember(UserKey("", "a"), "f", StoredHistory(history[4990:], 4990))
+    known.remember(UserKey("", "a"), "f", KnownHistory(history[4990:], 4990))
     kept = known.find(UserKey("", "a"), "f")
     assert kept is not None
     assert kept.first_index == 4990
@@ -49,31 +48,31 @@ def remembered(known: PrefixHistoryCache, tenant: str, count: int) -> int:
 
 def test_a_tenant_that_brings_ever_new_histories_takes_none_of_another_within_its_share() -> None:
     one = PrefixHistoryCache(10**9)
-    one.remember(UserKey("", "x"), "f", StoredHistory(events(10), 0))
+    one.remember(UserKey("", "x"), "f", KnownHistory(events(10), 0))
     known = PrefixHistoryCache(8 * one.bytes_used)
     for n in range(20):
-        known.remember(UserKey("e", str(n)), "f", StoredHistory(events(10), 0))
+        known.remember(UserKey("e", str(n)), "f", KnownHistory(events(10), 0))
     assert remembered(known, "e", 20) == 8  # alone it may have all
     for n in range(4):
-        known.remember(UserKey("v", str(n)), "f", StoredHistory(events(10), 0))
+        known.remember(UserKey("v", str(n)), "f", KnownHistory(events(10), 0))
     for n in range(20, 100):
-        known.remember(UserKey("e", str(n)), "f", StoredHistory(events(10), 0))
+        known.remember(UserKey("e", str(n)), "f", KnownHistory(events(10), 0))
     assert remembered(known, "v", 4) == remembered(known, "e", 100) == 4
     known.resize(8 * one.bytes_used, {"v": 3.0})
     for n in range(10):
-        known.remember(UserKey("v", str(n)), "f", StoredHistory(events(10), 0))
+        known.remember(UserKey("v", str(n)), "f", KnownHistory(events(10), 0))
     assert (remembered(known, "v", 10), remembered(known, "e", 100)) == (6, 2)
 
 
 def test_what_a_tenant_left_behind_goes_first() -> None:
     now_at = 0.0
     one = PrefixHistoryCache(10**9)
-    one.remember(UserKey("", "x"), "f", StoredHistory(events(10), 0))
+    one.remember(UserKey("", "x"), "f", KnownHistory(events(10), 0))
     known = PrefixHistoryCache(4 * one.bytes_used, lambda: now_at)
-    known.remember(UserKey("v", "0"), "f", StoredHistory(events(10), 0))
+    known.remember(UserKey("v", "0"), "f", KnownHistory(events(10), 0))
     now_at = WANTS_S
     for n in range(4):
-        known.remember(UserKey("e", str(n)), "f", StoredHistory(events(10), 0))
+        known.remember(UserKey("e", str(n)), "f", KnownHistory(events(10), 0))
     assert (remembered(known, "v", 1), remembered(known, "e", 4)) == (0, 4)
 
 
@@ -90,7 +89,7 @@ def test_bytes_add_up(steps: list[tuple[UserKey, str, int, bool]]) -> None:
             known.forget(user)
             assert known.find(user, fingerprint) is None
         else:
-            known.remember(user, fingerprint, StoredHistory(events(size), 0))
+            known.remember(user, fingerprint, KnownHistory(events(size), 0))
         assert 0 <= known.bytes_used <= 4000
         assert known.bytes_used == sum(account.held for account in known._shares.accounts)
     for user in USERS:

@@ -59,7 +59,7 @@ class Balanced:
         try:
             writer.write(lines.encode())
             async with asyncio.timeout(10):
-                return int((await reader.read()).split(b" ", 2)[1])
+                return int((await reader.readline()).split(b" ", 2)[1])  # envoy keeps some open for another second
         finally:
             writer.close()
 

@@ -11,11 +11,15 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
+from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, generate_latest
 
+from npu_gr.cli.main import main
+from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.core.settings import from_table as settings_from_table
+from npu_gr.core.settings import override
 from npu_gr.metrics.registry import Metrics
-from npu_gr.router.config import RouterConfig
+from npu_gr.router.config import PickerConfig, RouterConfig
 from npu_gr.router.discovery import InstancesFile
 from npu_gr.service.config import Config, SLOConfig, from_table
 
@@ -232,7 +236,7 @@ def test_cert_manager_makes_the_secrets_that_pods_mount() -> None:
     assert tls.server_name in names
 
 
-@pytest.mark.parametrize("extra", ["", "components: [cert-manager]\n"])
+@pytest.mark.parametrize("extra", ["", "components: [cert-manager, gateway, deletion-cost]\n"])
 def test_kustomize_builds_it_with_every_image_by_digest(extra: str, tmp_path: Path) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("needs kubectl, for its kustomize")
@@ -241,6 +245,53 @@ def test_kustomize_builds_it_with_every_image_by_digest(extra: str, tmp_path: Pa
     built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, text=True, timeout=60)
     assert built.returncode == 0, built.stderr
     images = re.findall(r"image: (\S+)", built.stdout)
-    assert len(images) == len(WORKLOADS)
+    assert len(images) == len(WORKLOADS) + bool(extra)
     assert all(re.fullmatch(r"registry\.invalid/npu-gr@sha256:[0-9a-f]{64}", image) for image in images)
-    assert ("cert-manager.io/v1" in built.stdout) == bool(extra)
+    for one in ("cert-manager.io/v1", "kind: InferencePool", "picker.host=0.0.0.0", "verbs:"):
+        assert (one in built.stdout) == bool(extra), one
+
+
+def component(name: str) -> list[dict[str, Any]]:
+    """The objects of a component."""
+    folder = FOLDER / name
+    files = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    return [one for file in files for one in yaml.safe_load_all((folder / file).read_text())]
+
+
+@pytest.mark.parametrize("name", ["gateway", "deletion-cost"])
+def test_the_objects_of_components_follow_their_schemas(name: str) -> None:
+    for one in component(name):
+        if not one["apiVersion"].startswith(("inference.networking.k8s.io/", "gateway.networking.k8s.io/")):
+            kubernetes_validate.validate(one, VERSION, strict=True)
+
+
+def test_the_gateway_passes_on_what_one_instance_can_answer_and_asks_our_picker() -> None:
+    objects = {one["kind"]: one for one in component("gateway") if one["kind"] != "NetworkPolicy"}
+    (rule,) = objects["HTTPRoute"]["spec"]["rules"]
+    passed_on = {(match["method"], match["path"]["value"]) for match in rule["matches"]}
+    assert passed_on == {(kind.method, kind.path) for kind in KINDS.values() if kind.routing is not Routing.EVERYWHERE}
+    pool = objects["InferencePool"]
+    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]
+    assert pool["spec"]["selector"]["matchLabels"] == named("StatefulSet", "npu-gr")["spec"]["selector"]["matchLabels"]
+    assert pool["spec"]["targetPorts"] == [{"number": instance_config().server.port}]
+    asked = pool["spec"]["endpointPickerRef"]
+    service = objects["Service"]
+    assert (asked["name"], asked["failureMode"]) == (service["metadata"]["name"], "FailOpen")
+    assert asked["port"]["number"] == service["spec"]["ports"][0]["port"] == PickerConfig().port
+    patch = yaml.safe_load((FOLDER / "gateway/kustomization.yaml").read_text())["patches"][0]
+    added = [one["value"] for one in yaml.safe_load(patch["patch"])]
+    router = override(router_config(), [added[1]])
+    assert router.picker == PickerConfig(host="0.0.0.0")
+
+
+def test_the_deletion_cost_pod_runs_our_command_with_its_own_rights_only() -> None:
+    objects = {one["kind"]: one for one in component("deletion-cost")}
+    (rule,) = objects["Role"]["rules"]
+    assert (rule["resources"], sorted(rule["verbs"])) == (["pods"], ["list", "patch"])
+    pod = objects["Deployment"]["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == objects["ServiceAccount"]["metadata"]["name"]
+    (container,) = pod["containers"]
+    told = CliRunner().invoke(main, [*container["args"], "--once", "--api", "http://127.0.0.1:1", "--account", "/none"])
+    assert "/none/namespace: No such file" in told.output, "the arguments are read"
+    labels = named("StatefulSet", "npu-gr")["spec"]["selector"]["matchLabels"]
+    assert f"--selector={','.join(f'{name}={value}' for name, value in labels.items())}" in container["args"]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from pathlib import Path
 
@@ -132,12 +131,7 @@ FIXED: dict[str, list[Case]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """See the module; `--mutant N` before the library switches a mutant of a build of mutate.py on."""
-    mutant = None
-    if arguments[0] == "--mutant":
-        mutant, arguments = int(arguments[1]), arguments[2:]
-    if mutant is not None:
-        ctypes.CDLL(arguments[0]).npu_gr_mutate(mutant)
+    """See the module."""
     twin = Twin(Path(arguments[0]))
     for op in arguments[1:]:
         for case in FIXED[op]:

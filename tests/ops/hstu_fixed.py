@@ -23,6 +23,9 @@ RANK = Request(37, 300, 263, 37)
 BOTH = Request(50, 290, 240, 21, True)
 LAST = Request(21, 290, 240, 21, True)
 KEEPS = Request(0, 70, 33, 0, True)
+FAR = batch(  # 2^33 elements, of which few are in use
+    21, *[Request(0, 9, 0, 0)] * 3, Request(5, 290, 250, 3), heads=8, row_slots=2**14, key_slots=2**14
+)
 DTYPES = ("float32", "float16", "bfloat16")
 
 ROWS = [
@@ -55,6 +58,7 @@ SCORES = [
     Scores(batch(18, Request(20, 620, 0, 600), cores=1), 3, (5,)),  # own keys far behind their position
     Scores(batch(19, Request(32, 343, 311, 0), cores=1), 16, (3,)),
     Scores(batch(20, Request(32, 272, 240, 0), cores=1), 4, (2,)),  # the diagonal crosses two blocks of keys
+    Scores(FAR, 16, (10,), is_far=True),
     Scores(batch(13, Request(33, 33, 0, 0), Request(0, 9, 0, 0), Request(5, 260, 0, 255), cores=2), 2, (0, 2**25 + 1)),
 ]
 FINISH = [

@@ -1,4 +1,7 @@
-"""Every change of the kernels that can be seen is seen: mutants fall to the fixed cases; all with -m mutation."""
+"""Every change of the kernels that can be seen is seen: mutants fall to the fixed cases.
+
+A sample with -m mutants, as `make kernels` does; all with -m mutation.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,31 @@ def test_there_are_enough(mutate: ModuleType) -> None:
     assert not unknown
 
 
+@pytest.mark.mutants
 def test_what_a_person_would_do_wrong_falls(mutate: ModuleType, tmp_path: Path) -> None:
-    """The faults of a review, in one build."""
+    """The faults of a review, and those of the HSTU kernels, in one build."""
     library = mutate.build(None, tmp_path)
-    assert mutate.verdict(library, None) == "survived"
-    told = {str(fault): mutate.verdict(library, fault) for fault in mutate.KERNEL_FAULTS}
+    untouched, *found = mutate.verdicts(library, [None, *mutate.FAULTS], jobs=2)
+    assert untouched == "survived"
+    told = {str(fault): verdict for fault, verdict in zip(mutate.FAULTS, found, strict=True)}
     survived = {name for name, verdict in told.items() if verdict == "survived"}
-    assert survived == {str(fault) for fault in mutate.KERNEL_FAULTS if fault.equivalent}, told
-    assert len(told) - len(survived) >= 14
+    assert survived == {str(fault) for fault in mutate.FAULTS if fault.equivalent}, told
+    assert sum(str(fault) in told for fault in mutate.HSTU_FAULTS) >= 30
     assert "ids of V_MTE2 are in use" in told["kernels/children.h: more buffers of VECIN than there are events"]
     assert "UB overflow" in told["tiling.h: the plan forgets 16 bytes a pair"]
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize(("name", "every"), [("plus: minus", 5)])
+def test_a_sample_of_the_rules_falls(mutate: ModuleType, tmp_path: Path, name: str, every: int) -> None:
+    """Of the HSTU kernels; a rule that does not compile any more fails too."""
+    (rule,) = (rule for rule in range(len(mutate.RULES)) if mutate.RULES[rule].name == name)
+    mutants = [mutant for mutant in mutate.planted(rule) if "hstu" in mutant.file][::every]
+    untouched, *found = mutate.verdicts(mutate.build(rule, tmp_path), [None, *mutants], jobs=2)
+    assert untouched == "survived"
+    assert len(mutants) >= 10
+    survived = {str(m) for m, told in zip(mutants, found, strict=True) if told == "survived"}
+    assert survived == {str(m) for m in mutants if str(m) in survived and mutate.is_equivalent(m)}
 
 
 @pytest.mark.mutation

@@ -67,7 +67,7 @@ async def test_every_kind_needs_a_key_with_its_scope(tmp_path: Path) -> None:
             for scope in Scope:
                 status = await asked(s, kind.method, target(kind), bearer(scope.value))
                 assert (status < 300) if scope is kind.scope else (status == 403)
-        for path in ("/v1/models", "/v1/catalog", "/v2", "/v2/models/tiny/ready", "/openapi.json"):
+        for path in ("/v1/models", "/v1/catalog", "/v2", "/v2/models/rank/ready", "/openapi.json"):
             assert await asked(s, "GET", path, {}) == 401
             assert await asked(s, "GET", path, bearer("erase")) == 403
             assert await asked(s, "GET", path, bearer("infer")) == 200

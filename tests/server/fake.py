@@ -19,6 +19,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import ModelInfo, VectorsInfo
+from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.codec.base import Shown
@@ -49,6 +50,9 @@ class FakeNames:
     def actions(self, version: str | None) -> ActionNames:
         return ActionNames(MODEL.actions)
 
+    def features(self, version: str | None) -> ModelFeatures:
+        return ModelFeatures(MODEL.features)
+
     def items(self, ids: I64) -> list[str | int]:
         names: list[str | int] = ids.tolist()
         return names
@@ -70,6 +74,9 @@ class FakeService:
 
     def models(self) -> list[ModelInfo]:
         return [MODEL]
+
+    def kind_versions(self) -> dict[str, tuple[str, ...]]:
+        return dict.fromkeys(self.answers, (MODEL.version,))
 
     def is_ready(self) -> tuple[bool, str]:
         return not self.why_not_ready, self.why_not_ready

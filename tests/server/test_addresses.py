@@ -296,7 +296,8 @@ async def test_a_real_browser_reads_the_own_page_and_another_sites_page_reaches_
 async def test_a_body_of_another_type_is_refused_everywhere(media: str) -> None:
     async with site() as at:
         for (method, path), rule in rules().items():
-            if method == "POST":
+            # clients of the Open Inference Protocol name no type
+            if method == "POST" and (media or not path.startswith("/v2/")):
                 url = at.public if rule.is_public else at.admin
                 status = await at.status(url + path, method, data=b"{}", headers={"Content-Type": media})
                 assert status == 415, (path, status)

@@ -157,23 +157,23 @@ async def test_the_open_inference_protocol_and_the_rest(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, service):
         version = service.versions.models()[0].version
         for path in (
-            *("/healthz", "/readyz", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/tiny"),
+            *("/healthz", "/readyz", "/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/rank"),
             *(
-                "/v2/models/tiny/ready",
-                f"/v2/models/tiny/versions/{version}",
-                f"/v2/models/tiny/versions/{version}/ready",
+                "/v2/models/rank/ready",
+                f"/v2/models/rank/versions/{version}",
+                f"/v2/models/rank/versions/{version}/ready",
             ),
             *("/v1/models", "/debug/config", "/openapi.json"),
         ):
             async with client.get(path) as response:
                 assert response.status == 200, path
                 assert await response.json()
-        model = await (await client.get("/v2/models/tiny")).json()
-        assert (model["name"], model["versions"]) == ("tiny", [version])
+        model = await (await client.get("/v2/models/rank")).json()
+        assert (model["name"], model["versions"]) == ("rank", [version])
         shown = await (await client.get("/debug/config")).json()
         assert shown["kv"]["page_tokens"] == 64
         service.set_ready("draining")
-        for path in ("/readyz", "/v2/health/ready", "/v2/models/tiny/ready"):
+        for path in ("/readyz", "/v2/health/ready", "/v2/models/rank/ready"):
             assert (await client.get(path)).status == 503
         async with client.post("/v1/signal", json={"user_id": "u", "history": HISTORY}) as response:
             assert response.status == 503

@@ -16,7 +16,8 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
-from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass, RankScores
+from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
+from npu_gr.jobs.hook import HookContext
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU, Segment
 from npu_gr.model.weights import load
@@ -28,6 +29,14 @@ from tests.serving import FIRST_ID, columns, make_config, serving, write_checkpo
 
 Client = TestClient[Any, Any]
 NUM = 30  # items that the trunk is asked for
+
+
+async def the_same(items: I64, _: HookContext) -> I64:
+    return items
+
+
+# a hook has a word between the two passes, so each is a job of its own
+IN_TWO: dict[str, Any] = {"hook": f"{__name__}:the_same", "hook_budget_s": 10.0}
 
 
 @pytest.fixture(scope="module")
@@ -263,10 +272,15 @@ async def test_a_failing_first_pass_leaves_the_other_sources(folder: Path, tmp_p
         await nothing_held(service)
 
 
-async def test_a_failing_second_pass_keeps_the_order_of_the_retrieval(folder: Path) -> None:
+@pytest.mark.parametrize("way", [{}, IN_TWO], ids=["one job", "two jobs"])
+async def test_a_failing_second_pass_keeps_the_order_of_the_retrieval(folder: Path, way: dict[str, Any]) -> None:
     found = ByHand(folder).found(HISTORY, set(HISTORY["items"]))
-    async with serving(folder, **section()) as (client, service):
-        service.versions.ranker().engine.rank = fails  # type: ignore[method-assign,assignment]
+    async with serving(folder, **section(**way)) as (client, service):
+
+        def broken(_: Sequence[RankPass]) -> list[F32]:
+            raise AssertionError("it broke")
+
+        service.versions.ranker().engine.forward = broken  # type: ignore[method-assign,assignment]
         answer = await recommend(client, num_items=NUM)
         assert answer["items"] == found
         assert (answer["outcome"], answer["order"], answer["degraded"]) == (None, "retrieval", ["rank"])
@@ -307,16 +321,63 @@ async def test_a_first_pass_out_of_time_leaves_the_rank_its_own(folder: Path, tm
         await nothing_held(service)
 
 
-async def test_the_second_pass_reads_what_the_first_one_wrote(folder: Path) -> None:
-    async with serving(folder, **section()) as (client, service):
+async def test_a_second_pass_out_of_time_leaves_what_was_found(folder: Path) -> None:
+    """The wait ended, but the job knew the items by then: the rank has its own time."""
+    by_hand = ByHand(folder)
+    async with serving(folder, **section(rank_least_s=2.0)) as (client, service):
+        engine = service.versions.ranker().engine
+        find = engine.find
+
+        async def found_but_hangs(work: FindPass, *times: Any) -> NextItems:
+            assert work.ahead is not None
+            await find(work, *times)
+            await asyncio.sleep(60)
+            raise AssertionError
+
+        engine.find = found_but_hangs  # type: ignore[method-assign,assignment]
+        answer = await recommend(client, budget_ms=2500, num_items=NUM)
+        assert results(answer) == {"trunk": "ok", "rank": "ok"}
+        assert answer["items"] == by_hand.ordered(by_hand.found(HISTORY, set(HISTORY["items"])), HISTORY)
+        await nothing_held(service)
+
+
+async def test_two_passes_are_one_job_where_nobody_has_a_word_between_them(folder: Path) -> None:
+    both = section(sources={"transitions": 9, "trunk": NUM})
+    wanted: list[dict[str, Any]] = [{}, {"num_items": 39}, {"num_candidates": 7}, {"deny_items": HISTORY["items"][:9]}]
+    wanted += [{"sources": ["transitions"]}, {"order": "rank"}, {"order": "retrieval"}, {"exclude_seen": False}]
+    async with serving(folder, **section(**both["recommend"], **IN_TWO)) as (client, _):
+        others = [await recommend(client, **own) for own in wanted]
+    async with serving(folder, **both) as (client, service):
+        service.versions.ranker().engine.rank = fails  # type: ignore[method-assign,assignment]
+        for own, other in zip(wanted, others, strict=True):
+            answer = await recommend(client, **own)
+            assert same(answer, other), own
+            assert answer["origins"] == other["origins"]
+            assert not answer["degraded"]
+
+
+@pytest.mark.parametrize("way", [{}, IN_TWO], ids=["one job", "two jobs"])
+async def test_some_of_its_ranks_are_checked(folder: Path, way: dict[str, Any]) -> None:
+    async with serving(folder, **section(**way), service={"selfcheck_ratio": 1.0}) as (client, service):
+        for _ in range(2):
+            await recommend(client)
+        checks = list(service.versions.ranker()._background)
+        assert len(checks) == 1, "of the hit"
+        await asyncio.gather(*checks)
+        assert "npu_gr_selfcheck_failures_total 0.0" in await (await client.get("/metrics")).text()
+
+
+@pytest.mark.parametrize("way", [{}, IN_TWO], ids=["one job", "two jobs"])
+async def test_the_second_pass_reads_what_the_first_one_wrote(folder: Path, way: dict[str, Any]) -> None:
+    async with serving(folder, **section(**way)) as (client, service):
         engine, read = service.versions.ranker().engine, list[int]()
-        rank = engine.rank
+        forward = engine.forward
 
-        async def noted(work: RankPass, *times: Any) -> RankScores:
-            read.append(work.cached.num_tokens if work.cached else 0)
-            return await rank(work, *times)
+        def noted(passes: Sequence[RankPass]) -> list[F32]:
+            read.extend(one.cached.num_tokens if one.cached else 0 for one in passes)
+            return forward(passes)
 
-        engine.rank = noted  # type: ignore[method-assign,assignment]
+        engine.forward = noted  # type: ignore[method-assign]
         cold = await recommend(client)
         assert (cold["outcome"], cold["prefix_tokens"], read) == ("miss_full", 0, [40])
         hit = await recommend(client)
@@ -331,7 +392,7 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path, method: s
         started.set()
         await asyncio.sleep(60)
 
-    async with serving(folder, **section()) as (client, service):
+    async with serving(folder, **section(**IN_TWO)) as (client, service):
         setattr(service.versions.ranker().engine, method, hangs_here)
         task = asyncio.create_task(recommend(client))
         await started.wait()

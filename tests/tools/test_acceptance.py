@@ -16,6 +16,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.tools import acceptance_run
 from npu_gr.tools.acceptance_run import Acceptance
 from npu_gr.tools.acceptance_steps import names
+from npu_gr.tools.acceptance_steps import run as run_step
 from tests.ops.pretended import toolkit
 
 CSR = "operator csr_gather_topk"
@@ -58,8 +59,29 @@ def is_gone(pid: int) -> bool:
 def test_the_steps_go_from_single_operators_to_requests() -> None:
     assert names("npu")[0] == "machine"
     assert {"operator masked_topk", CSR, "operator beam_fork_"} <= set(names("npu"))
-    assert names("npu")[-3:] == ["requests in fp32", "requests at production shapes", "latency"]
-    assert names("cpu") == ["machine", *names("npu")[-3:]]
+    production = ["ranks at production shapes", "generates at production shapes", "ways of attention", "latency"]
+    assert names("npu")[-5:] == ["requests in fp32", *production]
+    assert names("cpu") == ["machine", *names("npu")[-5:]]
+
+
+def test_whole_requests_run_end_to_end_on_what_is_there(
+    tmp_path: Path, machine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reduced: on the pretended NPU, whose operators are our kernels; at a service's sizes on a real one."""
+    monkeypatch.setattr(acceptance_run, "names", lambda _backend: ["ranks at production shapes", "ways of attention"])
+    done, _ = accept(tmp_path)
+    found = {each.name: each for each in done.findings}
+    assert list(found)[:3] == ["rank cold", "rank from HBM", "rank from DRAM"]
+    assert list(found)[3:] == ["attention by ascend_c", "attention by torch"]
+    assert {each.state for each in done.findings} == {FindingState.OK}, done.as_text()
+    assert sum(each.found.endswith(", taken") for each in done.findings) == 1
+
+
+@pytest.mark.parametrize("name", ["generates at production shapes", "ways of attention"])
+def test_the_steps_run_on_a_cpu_too(name: str) -> None:
+    found = run_step("cpu", name, quick=True).findings
+    assert found
+    assert {each.state for each in found} == {FindingState.OK}
 
 
 def test_an_operator_is_compared_on_the_device_and_packed(tmp_path: Path, machine: None) -> None:

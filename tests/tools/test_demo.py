@@ -42,6 +42,7 @@ def lines(measured: Report, recommended: float = 2.0) -> list[str]:
         order="fused",
         retrieved=1.0,
         outcomes={},
+        hides_seen=True,
     )
     slower = dataclasses.replace(found(90), num_ranks=30)
     return sum_up(Path(".demo"), site, measured, slower, evaluation, LOG, EMPTY, latency_ratio=0.99)

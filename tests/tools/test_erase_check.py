@@ -20,8 +20,9 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.base import HistoryConfig, StoredHistory
+from npu_gr.features.base import HistoryConfig
 from npu_gr.features.embedded import EmbeddedStore
+from npu_gr.features.prefix_history_cache import KnownHistory
 from npu_gr.features.redis import RedisStore
 from npu_gr.matching.vectors import save
 from npu_gr.replay import erased
@@ -198,7 +199,7 @@ async def test_the_memory_of_instances_and_routers(tmp_path: Path) -> None:
         user = UserKey("", "u")
         assert [one.verdict for one in await search_memory(user, [url], [s.admin], None)] == ["not found"] * 2
         await s.post("signal")
-        service.parts.histories.cache.remember(user, "x", StoredHistory(events(3), 0))
+        service.parts.histories.cache.remember(user, "x", KnownHistory(events(3), 0))
         found = await search_memory(user, [url, "http://127.0.0.1:1"], [s.admin], None)
         assert [one.verdict for one in found] == ["found", "not searched", "found"]
         assert (found[0].note, found[2].note) == ("histories", "placements")

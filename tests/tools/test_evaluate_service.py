@@ -15,7 +15,7 @@ from rich.console import Console
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
 from npu_gr.tools.evaluate_service import EvaluationClient, evaluate
-from npu_gr.train.next_event import next_events
+from npu_gr.train.next_event import hides_seen, next_events
 from tests.keys import secret, write_keys
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
 from tests.serving import FIRST_ID, serving
@@ -78,6 +78,16 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path) -> None:
             await evaluate(str(client.make_url("/")), str(client.make_url("/v1")), cases, [FIRST_ID])
         with pytest.raises(Unavailable, match="needs section recommend"):
             await evaluate(str(client.make_url("/")), str(client.make_url("/")), cases, [FIRST_ID])
+
+
+def test_what_a_user_had_is_asked_for_where_most_next_items_are_repeats() -> None:
+    events = log()
+    cases = next_events(events, np.arange(6 * 12) < 6 * 11)
+    assert hides_seen(cases)
+    again = [replace(case, target=case.items[0]) for case in cases]
+    assert hides_seen([*cases[:3], *again[:3]])
+    assert not hides_seen([*cases[:2], *again[:3]])
+    assert hides_seen([])
 
 
 def test_a_case_names_its_actions() -> None:

@@ -10,10 +10,13 @@ from npu_gr.train.next_item import NO_RANKS, NextItemRanks
 from npu_gr.train.paired import compare, difference, difference_of_auc, difference_of_users
 
 
-def ranks(share: float, num_users: int = 1000) -> NextItemRanks:
-    """The first users hit at rank 0, the others miss."""
-    found = np.where(np.arange(num_users) < share * num_users, 0.0, 50.0)
-    return NextItemRanks(found, found)
+def ranks(share: float, num_users: int = 1000, unseen: float | None = None, repeats: float = 0.0) -> NextItemRanks:
+    """The first users hit at rank 0, the others miss; of the unseen items another share may hit."""
+    users = np.arange(num_users)
+    overall, among_unseen = (
+        np.where(users < part * num_users, 0.0, 50.0) for part in (share, share if unseen is None else unseen)
+    )
+    return NextItemRanks(overall, among_unseen, users < repeats * num_users)
 
 
 def test_users_drawn_by_their_gap_are_users_drawn_one_by_one() -> None:
@@ -40,6 +43,22 @@ def test_a_tie_and_a_loss_are_warned_of() -> None:
         assert found is not None
         assert not found.is_better
         assert "WARNING: ours is not shown to be better than strong" in found.text()
+
+
+def test_where_most_next_items_are_repeats_all_items_are_judged() -> None:
+    """Counting what was had before wins among all items, and a model that wins among the unseen ones is no better."""
+    for repeats, strongest, of_what in ((0.5, "novel", "unseen items"), (0.51, "again", "all items")):
+        baselines = {
+            "again": ranks(0.6, unseen=0.1, repeats=repeats),
+            "novel": ranks(0.1, unseen=0.2, repeats=repeats),
+        }
+        found = compare("ours", ranks(0.3, unseen=0.5, repeats=repeats), baselines)
+        assert found is not None
+        assert found.baseline == strongest
+        assert found.is_better is (of_what == "unseen items")
+        assert f"judged by {of_what}: {repeats:.0%} of the next items are repeats" in found.text()
+        assert found.as_dict()["grounds"] == found.grounds
+        assert next(iter(found.differences)).endswith("unseen") is (of_what == "unseen items")
 
 
 def test_without_users_there_is_nothing_to_compare() -> None:

@@ -2,30 +2,35 @@
 
 Each device thread has a stream of its own; copies between the tiers have another. The native operators of
 `ops/ascendc` run where they are installed and the call fits, Huawei's `mxrec::hstu_paged` for a ranker without relative
-bias where its library is configured, torch ops elsewhere: `ops` and `hstu_runs_as` say which. A call that does not fit
-(`limits.py`) is counted, and logged the first time.
+bias where its library is configured, a Triton kernel where the configuration asks for it, torch ops elsewhere: `ops`
+says which, `hstu_ways` what a ranker can choose from. A call that does not fit (`limits.py`) is counted, and logged the
+first time.
 
 Invariant: between a request's uploads and its result the host never waits for the device, where `ops` says ascend_c.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass, accumulator
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, Over, TopkCall
+from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, HstuShape, Over, TopkCall
 from npu_gr.backend.graphs import Graphs
+from npu_gr.backend.names import AttentionMode, NativeMode
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
+from npu_gr.backend.npu.hstu_limits import shape_limit
 from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.backend.npu.hstu_pass import PassMaker
 from npu_gr.backend.npu.items import best_items
@@ -37,6 +42,8 @@ from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_TRITON = "npu_gr.backend.triton.hstu_ascend"
+_TRITON_LIMIT = "the Triton kernel reads keys and values in the dtype of the model alone"
 _PAGED_LIMIT = "mxrec::hstu_paged knows no relative bias, or not this shape"
 
 
@@ -48,10 +55,11 @@ class NPUBackend(TorchOps):
 
     def __init__(
         self,
-        native: Literal["auto", "require", "off"] = "auto",
+        native: NativeMode = "auto",
         npu: Npu | None = None,
         folder: Path | None = None,
         hstu_library: Path | None = None,
+        attention: AttentionMode = "auto",
     ) -> None:
         """Find the device and the operators that are installed for it.
 
@@ -61,9 +69,11 @@ class NPUBackend(TorchOps):
             npu: the device; None = the one that `find` finds.
             folder: where the library is; None = `lib` beside this file.
             hstu_library: of Huawei's `mxrec::hstu_paged`, for rankers without a relative bias; None = without it.
+            attention: "triton" loads the Triton kernel for HSTU, which is never used otherwise.
 
         Raises:
-            ConfigError: there is no NPU, a library is required and does not load, or `hstu_library` is of no use.
+            ConfigError: there is no NPU, a library is required and does not load, `hstu_library` is of no use, or there
+                is no Triton.
         """
         super().__init__()
         try:
@@ -81,6 +91,7 @@ class NPUBackend(TorchOps):
         graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
         self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
         self._passes = PassMaker(self.upload, self._graphs) if self._is_native else None
+        self._triton = _triton() if attention == "triton" else None
         own = "ascend_c" if self._is_native else "torch"
         self.kernels = own
         self.ops = {
@@ -88,7 +99,7 @@ class NPUBackend(TorchOps):
             "beam_fork": own,
             "best_items": own,
             "softmax_attention": "npu_fused_infer_attention_score" if self._fused else "torch",
-            "hstu_attention": self.hstu_runs_as(is_biased=True),  # of most rankers
+            "hstu_attention": "triton" if self._triton else own,  # until a ranker has chosen
             "graphs": "acl_graph" if self._graphs else "none",
         }
 
@@ -213,13 +224,27 @@ class NPUBackend(TorchOps):
 
     # ---- HSTU
 
-    def hstu_runs_as(self, is_biased: bool) -> str:
-        """Prefer our own kernels: five launches a layer for a whole batch; Huawei's takes one a slab and request."""
-        return "ascend_c" if self._is_native else "mxrec" if self._paged and not is_biased else "torch"
+    def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
+        """Prefer our own kernels: five launches a layer for a whole batch; the others take one a slab and request."""
+        heads = shape.num_heads, shape.qk_dim, shape.v_dim, shape.dtype
+        takes = {
+            "triton": self._triton and shape.dtype == shape.kept_dtype and self._triton.takes_numbers(shape.dtype),
+            "ascend_c": self._passes and shape_limit(shape) is None,
+            "mxrec": self._paged and not shape.is_biased and self._paged.takes_heads(*heads),
+        }
+        return (*(way for way, it_does in takes.items() if it_does), "torch")
+
+    def running(self, way: str) -> Self:
+        made = copy.copy(self)
+        made.ops = {**self.ops, "hstu_attention": way}
+        made._passes = self._passes if way == "ascend_c" else None
+        made._paged = self._paged if way == "mxrec" else None
+        made._triton = self._triton if way == "triton" else None
+        return made
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Compute whole layers by the native kernels where they are loaded and the pass fits."""
-        if self._passes is None:
+        if self._passes is None or self._triton:
             return None
         made = self._passes.begin(call)
         if isinstance(made, str):
@@ -228,6 +253,11 @@ class NPUBackend(TorchOps):
         return made
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
+        if self._triton:
+            if self._triton.takes(call.q, slabs := natural(call.cached)):
+                found: Tensor = self._triton.causal(call, slabs)
+                return found
+            self.fell_back("hstu_attention", _TRITON_LIMIT)
         if self._paged:
             if self._paged.takes(call.q, call.v, call.bias, len(call.times)):
                 return self._paged.causal(call.q, call.k, call.v, natural(call.cached), call.alpha)
@@ -235,11 +265,28 @@ class NPUBackend(TorchOps):
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
+        if self._triton:
+            if self._triton.takes(call.q, slabs := natural(call.cached)):
+                found: Tensor = self._triton.targets(call, slabs)
+                return found
+            self.fell_back("hstu_attention", _TRITON_LIMIT)
         if self._paged and call.cached:
             if self._paged.takes(call.q, call.v, call.bias, len(call.times)):
                 return self._paged.targets(call.q, call.k, call.v, natural(call.cached), call.alpha)
             self.fell_back("hstu_attention", _PAGED_LIMIT)
         return super().hstu_targets(call)
+
+
+def _triton() -> Any:
+    """Make the Triton kernel's attention.
+
+    Raises:
+        ConfigError: triton-ascend is not installed, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(_TRITON).Attention()
+    except ImportError as error:
+        raise ConfigError(f"attention: triton needs triton-ascend, which brings triton: {error}") from error
 
 
 def _select(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from npu_gr.backend.calls import HstuShape
 from npu_gr.backend.npu.hstu_batch import KEY_BLOCK, NEAR_END, ROW_BLOCK
 from npu_gr.backend.npu.limits import ELEMENT_BYTES, LEAST, VectorUnits
 
@@ -66,6 +67,16 @@ def hstu_limit(
     if slots.num_heads * slots.v_dim // group > 255 or _finish_bytes(slots, group, is_joined, size) > units.ub_bytes:
         return "hstu_finish: a row does not fit the buffer"
     return None
+
+
+def shape_limit(shape: HstuShape, units: VectorUnits = LEAST) -> str | None:
+    """Name the reason for which the kernels take no pass of a ranker; None = they take its small ones at least."""
+    if shape.dtype not in ELEMENT_BYTES:
+        return f"a model in {shape.dtype}"
+    if shape.kept_dtype != shape.dtype:
+        return f"pages in {shape.kept_dtype} under a model in {shape.dtype}"
+    slots = Slots(1, ROW_BLOCK, KEY_BLOCK, shape.num_heads, shape.qk_dim, shape.v_dim, shape.dtype)
+    return hstu_limit(slots, shape.page_tokens, 1, shape.norm_group, shape.is_joined, units)
 
 
 # ---- bytes of one core's buffers at the smallest plan, by the header's formulas

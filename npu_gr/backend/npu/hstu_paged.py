@@ -101,10 +101,15 @@ class PagedHstu:
                         return f"{rows} {name} behind {past_tokens} tokens in {dtype} differ by {worst:.1e}"
         return ""
 
+    @staticmethod
+    def takes_heads(heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> bool:
+        """Tell whether heads are within the limits."""
+        return dtype in DTYPES and qk_dim == v_dim <= MAX_DIM and qk_dim % 16 == 0 and heads <= MAX_HEADS
+
     def takes(self, q: Tensor, v: Tensor, bias: BiasTables, num_tokens: int) -> bool:
         """Tell whether a call is within the limits; reads a layer's bias tables only at the first call with them."""
         rows, heads, width = q.shape
-        if not (q.dtype in DTYPES and width == v.shape[2] <= MAX_DIM and width % 16 == 0 and heads <= MAX_HEADS):
+        if not self.takes_heads(heads, width, v.shape[2], q.dtype):
             return False
         if not rows or num_tokens + min(rows, MAX_TARGETS) > MAX_TOKENS:
             return False

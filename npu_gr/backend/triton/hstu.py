@@ -271,7 +271,11 @@ class Attention(threading.local):
     def takes(self, q: Tensor, slabs: Sequence[Slab]) -> bool:
         """Tell whether the kernel reads these: one dtype, and not fp64, which only tests have."""
         same = all(plane.dtype == q.dtype for slab in slabs for plane in slab)
-        return same and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        return same and self.takes_numbers(q.dtype)
+
+    def takes_numbers(self, dtype: torch.dtype) -> bool:
+        """Tell whether the kernel computes with these."""
+        return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def causal(self, call: HstuCall, past: Sequence[Slab]) -> Tensor:
         """Compute `Backend.hstu_causal`; `past` is `call.cached` without tiles."""

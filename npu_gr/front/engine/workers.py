@@ -14,6 +14,7 @@ from npu_gr.access.key_ring import KeyRefusal
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.errors import NotFound
 from npu_gr.core.kinds import KINDS
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.front import frames
 from npu_gr.front.credit import WorkerDemand, slots
 from npu_gr.front.engine.connection import Answers, WorkerConnection
@@ -154,16 +155,20 @@ class FrontWorkers:
         models = tuple(self._service.models())
         names = self._service.names
         actions: dict[str, tuple[str, ...] | None] = {}
+        features: dict[str, tuple[Feature, ...]] = {}
         for version in (None, *(model.version for model in models)):
             try:
                 found = names.actions(version)
             except NotFound:
                 continue
             actions[version or ""] = None if found is None else found.names
+            features[version or ""] = names.features(version).features
         return frames.StateFrame(
             why_not="" if ready else why_not,
             models=models,
+            kind_versions=self._service.kind_versions(),
             actions=actions,
+            features=features,
             unsorted_history=names.unsorted_history,
             admission=admission,
             objectives_s=dict(objectives_s),

@@ -25,6 +25,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q, Routing
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
+from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.front import frames
 from npu_gr.front.frames import BY_ANSWER, BY_KIND
 from npu_gr.front.peer import Peer
@@ -35,6 +36,7 @@ from npu_gr.server.codec.base import Shown
 
 log = logging.getLogger(__name__)
 
+NO_FEATURES = ModelFeatures()
 SILENT_S = 3.0  # an engine that says nothing for so long serves nobody
 _CHANGES = (Routing.ONCE, Routing.BY_LOAD, Routing.EVERYWHERE)  # kinds that change something
 
@@ -42,9 +44,15 @@ _CHANGES = (Routing.ONCE, Routing.BY_LOAD, Routing.EVERYWHERE)  # kinds that cha
 class AnswerNames:
     """Names for one request: of actions before it, of the items in its answer after it."""
 
-    def __init__(self, state: frames.StateFrame | None, actions: dict[str, ActionNames | None]) -> None:
+    def __init__(
+        self,
+        state: frames.StateFrame | None,
+        actions: dict[str, ActionNames | None],
+        features: dict[str, ModelFeatures],
+    ) -> None:
         self._state = state
         self._actions = actions
+        self._features = features
         self._names: tuple[str | int, ...] | None = None
         self._titles: tuple[str | None, ...] | None = None
 
@@ -58,6 +66,10 @@ class AnswerNames:
         if (version or "") not in self._actions:
             raise NotFound("no such model version")
         return self._actions[version or ""]
+
+    def features(self, version: str | None) -> ModelFeatures:
+        self.actions(version)  # raises where the version is not served
+        return self._features.get(version or "", NO_FEATURES)
 
     def learn(self, names: tuple[str | int, ...] | None, titles: tuple[str | None, ...] | None) -> None:
         """Take what the answer said of its items."""
@@ -105,6 +117,7 @@ class RemoteService:
         self.state: frames.StateFrame | None = None  # that an engine told last
         self._is_told = False  # by the present one
         self._actions: dict[str, ActionNames | None] = {}
+        self._features: dict[str, ModelFeatures] = {}
         self._peer: Peer | None = None
         self._heard_at = 0.0
         self._numbers = itertools.count(1)
@@ -158,6 +171,7 @@ class RemoteService:
                 self._actions = {
                     version: None if names is None else ActionNames(names) for version, names in frame.actions.items()
                 }
+                self._features = {version: ModelFeatures(features) for version, features in frame.features.items()}
             case _:
                 raise ValueError(f"{type(frame).__name__}: an engine does not send it")
 
@@ -236,6 +250,9 @@ class RemoteService:
     def models(self) -> list[ModelInfo]:
         return [] if self.state is None else list(self.state.models)
 
+    def kind_versions(self) -> dict[str, tuple[str, ...]]:
+        return {} if self.state is None else dict(self.state.kind_versions)
+
     def is_ready(self) -> tuple[bool, str]:
         if self._peer is None or self.state is None or not self._is_told:
             return False, "the engine does not run"
@@ -245,7 +262,7 @@ class RemoteService:
 
     @property
     def names(self) -> AnswerNames:
-        return AnswerNames(self.state, self._actions)
+        return AnswerNames(self.state, self._actions, self._features)
 
     # ---- administration
 

@@ -35,6 +35,7 @@ from npu_gr.server.entrance.runner import DoorRunner
 from npu_gr.server.entrance.tls_site import TLS
 from npu_gr.server.recording import add_record_routes
 from npu_gr.server.routes import build_web_app
+from npu_gr.server.rpc.opening import RPC
 from npu_gr.server.tracing import spans
 
 log = logging.getLogger(__name__)
@@ -183,19 +184,24 @@ class FrontWorker:
                 service.connected(self._peer)
                 for frame in self._early:
                     service.received(frame)
+            rpc = app.get(RPC)
             runner = DoorRunner(app, shutdown_timeout=config.shutdown_timeout_s)
             await runner.setup()
             try:
                 async with running(reports.run()):
                     await self._listen(runner, config)
+                    if rpc is not None:
+                        await rpc.listen(is_shared=True)
                     self._control.send("listening")
                     await self._is_over.wait()
                     if self._exit_code != AGAIN:
                         log.info("front worker %d stops", self._number)
-                    await runner.cleanup()
+                    await asyncio.gather(runner.cleanup(), *([] if rpc is None else [rpc.stop()]))
                     reports.send_stats()
             finally:
                 await runner.cleanup()
+                if rpc is not None:
+                    await rpc.stop()
                 peer, self._peer = self._peer, None
                 if peer is not None:
                     await peer.close()

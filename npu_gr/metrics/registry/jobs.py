@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from prometheus_client import Counter
+
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.request import GenerateAnswer, MatchAnswer, RankAnswer, RecommendAnswer, StageResult, Verdict
 from npu_gr.core.served import CatalogueInfo
+from npu_gr.feature_schema.schema import OFS
 from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
 
 
@@ -17,6 +20,8 @@ class RankMetrics:
     def __init__(self, make: Families) -> None:
         unknown = make.counter("unknown_items_total", "Items that the catalogue lacks.", ("where",))
         self._unknown = {where: unknown.labels(where) for where in ("history", "candidates")}
+        missing = make.counter("missing_features_total", "Features of the ranker that a rank had nowhere.", ("of",))
+        self._missing: dict[str, Counter] = {of: missing.labels(of) for of in OFS if of != "item"}
         self._candidates = make.histogram(
             "rank_candidates", "Candidates of a rank.", (1, 10, 50, 100, 200, 500, 1000, 5000)
         )
@@ -42,6 +47,8 @@ class RankMetrics:
         self._history_tokens.inc(answer.history.num_tokens)
         if answer.unknown_candidates:
             self._unknown["candidates"].inc(answer.unknown_candidates)
+        for name in answer.missing_features:
+            self._missing[name.partition(".")[0]].inc()
         for scores in answer.scores.values():
             self._candidates.observe(len(scores))
             break  # every task scores the same candidates

@@ -29,6 +29,7 @@ class _Bulk(NamedTuple):
     path: tuple[str, ...]
     limit: str  # setting of section `server`: elements at most
     element_bytes: int  # of a raw one
+    most_entries: int = 0  # of a map of columns, whose elements count together; 0 = it is one column
 
 
 class Skimmer(NamedTuple):
@@ -55,7 +56,8 @@ def skimmer(cls: Any) -> Skimmer:
         else:
             fields.append((field.encode_name, msgspec.Raw, msgspec.Raw()))
         if "limit" in extra:
-            columns.append(_Bulk((field.encode_name,), extra["limit"], extra["element_bytes"]))
+            most = extra.get("most_entries", 0)
+            columns.append(_Bulk((field.encode_name,), extra["limit"], extra["element_bytes"], most))
     struct = msgspec.defstruct(about.cls.__name__, fields, kw_only=True, forbid_unknown_fields=True, gc=False)
     return Skimmer(struct, tuple(columns))
 
@@ -80,17 +82,21 @@ def check(skimmed: msgspec.Struct, num_bytes: int, cls: Any, config: ServerConfi
             value = None if value is None else getattr(value, name)
         raw = bytes(value) if value else b""
         limit: int = getattr(config, column.limit)
-        count = _count(raw, column.element_bytes, limit)
+        name = ".".join(column.path)
+        if column.most_entries:
+            count = _count_map(raw, column, limit, name)
+        else:
+            count = count_elements(raw, column.element_bytes, limit)
         if count is None:
             continue
         if count > limit:
-            raise TooLarge(f"{'.'.join(column.path)}: {count} entries, the limit is {limit}")
+            raise TooLarge(f"{name}: {count} entries, the limit is {limit}")
         loose_bytes -= len(raw)
     if loose_bytes > most:
         raise TooLarge(f"body: {loose_bytes} bytes beside its columns, the limit is {most}")
 
 
-def _count(raw: bytes, element_bytes: int, limit: int) -> int | None:
+def count_elements(raw: bytes, element_bytes: int, limit: int) -> int | None:
     """Count the elements of a column that is not decoded, or bound them within the limit; None = it is no column."""
     if not raw:
         return None
@@ -109,6 +115,44 @@ def _count(raw: bytes, element_bytes: int, limit: int) -> int | None:
     return None
 
 
+def _count_map(raw: bytes, column: _Bulk, limit: int, name: str) -> int | None:
+    """Count the elements of all columns of a map together; None = it is no map. A list within a list counts too.
+
+    Raises:
+        TooLarge: the map has too many columns. Whether its texts are names is not yet known.
+    """
+    if not raw or (raw[0] != ord("{") and raw[0] not in _MAPS and not 0x80 <= raw[0] <= 0x8F):
+        return None
+    is_json = raw[0] == ord("{")
+    if is_json:
+        num_columns = raw.count(b":")
+        if num_columns > column.most_entries:
+            num_columns = _count_outside(raw, ord(":"))
+    else:
+        width = _MAPS.get(raw[0], 0)
+        num_columns = int.from_bytes(raw[1 : 1 + width], "big") if width else raw[0] & 0x0F
+    if num_columns > column.most_entries:
+        raise TooLarge(f"{name}: {num_columns} columns, the limit is {column.most_entries}")
+    decode = _JSON_MAP.decode if is_json else _MSGPACK_MAP.decode
+    total = 0
+    try:
+        for value in decode(raw).values():
+            part = bytes(value)
+            count = count_elements(part, column.element_bytes, limit) or 0
+            if not is_json and part and _is_list(part[0]) and count <= limit < len(part):
+                count += sum(count_elements(bytes(one), 1, limit) or 0 for one in _MSGPACK_LIST.decode(part))
+            total += count
+            if total > limit:
+                break
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # decoding says what is wrong with it
+    return total
+
+
+def _is_list(marker: int) -> bool:
+    return 0x90 <= marker <= 0x9F or marker in (0xDC, 0xDD)
+
+
 def _decoded_bytes(raw: bytes) -> int:
     """Count what a JSON text of base64 holds; some writers escape a slash or the padding."""
     num_chars = len(raw) - 2 - raw.count(b"\\/") - 5 * raw.count(b"\\u")
@@ -118,14 +162,23 @@ def _decoded_bytes(raw: bytes) -> int:
 
 def _count_texts(raw: bytes) -> int:
     """Count the elements of a JSON list of texts and numbers: a comma within a text is not one between two of them."""
+    return _count_outside(raw, ord(",")) + 1
+
+
+def _count_outside(raw: bytes, sign: int) -> int:
+    """Count a sign of JSON outside of its texts."""
     # Once escapes are gone, every quotation mark begins or ends a text. Pairs go from left to right, as they are read.
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     signs = np.frombuffer(raw, np.uint8)
     is_between = ~np.logical_xor.accumulate(signs == ord('"'))
-    return int(np.count_nonzero(is_between & (signs == ord(",")))) + 1
+    return int(np.count_nonzero(is_between & (signs == sign)))
 
 
+_JSON_MAP = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MSGPACK_MAP = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_MSGPACK_LIST = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_MAPS = {0xDE: 2, 0xDF: 4}  # of msgpack: marker -> bytes of its length
 _LENGTH_BYTES = {  # of msgpack: marker -> (whether it is an array, bytes of its length)
     0xDC: (True, 2),
     0xDD: (True, 4),

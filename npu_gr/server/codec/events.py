@@ -13,7 +13,7 @@ from npu_gr.core.errors import BadRequest
 from npu_gr.core.request import EventsAnswer, EventsRequest
 from npu_gr.core.words import whole
 from npu_gr.server.codec.base import Codec, Shown
-from npu_gr.server.codec.fields import History, UserBody, parse_events
+from npu_gr.server.codec.fields import History, UserBody, stored_events
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
@@ -51,7 +51,7 @@ def parse(body: EventsBody, config: ServerConfig, names: Names) -> EventsRequest
     """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
     return EventsRequest(
         user=body.user,
-        events=parse_events(body.events, "events", config.max_history_events, names),
+        events=stored_events(body.events, config, names),
         idempotency_key=body.idempotency_key,
     )
 

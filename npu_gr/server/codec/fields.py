@@ -21,6 +21,7 @@ from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey
 from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, item_ids
 from npu_gr.core.time_order import oldest_first
 from npu_gr.core.words import quoted
+from npu_gr.server.codec.features import ColumnMap, Row, parse_columns, parse_row
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
@@ -71,6 +72,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     items: Items
     actions: Actions
     timestamps: Times
+    features: ColumnMap | msgspec.UnsetType = msgspec.UNSET  # of each event
 
 
 class UserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,18 +182,34 @@ def parse_events(
         )
     if len(times) and (last := int(times.max())) > LAST_S:
         raise Unprocessable(f"{field}.timestamps: {last} at index {int(times.argmax())} {_unit(last)}")
-    events = Events(ids, actions, times)
+    given = history.features or {}
+    of_event = names.features(version).event.features if given else {}
+    events = Events(ids, actions, times, features=parse_columns(given, of_event, len(ids), f"{field}.features"))
     policy = names.unsorted_history
     return events if continues and policy == "sort" else oldest_first(events, policy, field)
 
 
-def parse_history(body: HistoryBody, config: ServerConfig, names: Names, version: str | None = None) -> HistoryRef:
-    """Read where a request's behaviours come from. Raises as `parse_events` does."""
+def stored_events(history: History, config: ServerConfig, names: Names) -> Events:
+    """Read behaviours for the history store. Raises as `parse_events` does, and Unprocessable if they have features."""
+    if history.features:
+        raise Unprocessable("events.features: the history store keeps none; send them in the history of a request")
+    return parse_events(history, "events", config.max_history_events, names)
+
+
+def parse_history(
+    body: HistoryBody,
+    config: ServerConfig,
+    names: Names,
+    version: str | None = None,
+    of_user: Row | None = None,
+) -> HistoryRef:
+    """Read where a request's behaviours come from, and the user's features. Raises as `parse_events` does."""
+    user = None if of_user is None else parse_row(of_user, names.features(version).user.features, "features.user")
     if body.history is None:
-        return HistoryRef(base=body.base)
+        return HistoryRef(base=body.base, user_features=user)
     continues = body.base is not None
     events = parse_events(body.history, "history", config.max_history_events, names, version, continues=continues)
-    return HistoryRef(events=events, base=body.base)
+    return HistoryRef(events=events, base=body.base, user_features=user)
 
 
 def _column(

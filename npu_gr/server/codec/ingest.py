@@ -15,7 +15,7 @@ from npu_gr.core.history import Mode, UserKey, Write, Written
 from npu_gr.core.request import IngestAnswer, IngestRequest
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.events import Key
-from npu_gr.server.codec.fields import History, Tenant, UserId, parse_events
+from npu_gr.server.codec.fields import History, Tenant, UserId, stored_events
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
@@ -75,7 +75,7 @@ def parse(body: IngestBody, config: ServerConfig, names: Names) -> IngestRequest
 
     def write(one: UserEvents) -> Write | RequestError:
         try:
-            events = parse_events(one.events, "events", config.max_history_events, names)
+            events = stored_events(one.events, config, names)
         except RequestError as error:
             return error
         return Write(UserKey(body.tenant, str(one.user_id)), events, body.mode, one.idempotency_key)

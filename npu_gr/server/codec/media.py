@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +11,7 @@ import msgspec
 from msgspec import inspect
 
 from npu_gr.core.errors import BadRequest, Unprocessable, UnsupportedMedia
-from npu_gr.core.words import MOST, cut, quoted
+from npu_gr.core.words import cut, near, quoted
 from npu_gr.server.codec.bulk import parts, skimmer
 
 S = TypeVar("S")
@@ -58,6 +57,18 @@ def check_type(content_type: str) -> None:
         raise UnsupportedMedia(f"Content-Type: {quoted(content_type)} is neither {JSON} nor {MSGPACK}")
 
 
+def convert(table: dict[str, Any], cls: type[S]) -> S:
+    """Make a Struct of a table whose values were read already.
+
+    Raises:
+        Unprocessable: as `decode`.
+    """
+    try:
+        return msgspec.convert(table, cls)
+    except msgspec.ValidationError as error:
+        raise Unprocessable(_explain(str(error), cls)) from error
+
+
 def _decode(body: bytes, content_type: str, cls: Any, meant: Any) -> Any:
     check_type(content_type)
     try:
@@ -85,18 +96,14 @@ def _reason(error: Exception) -> str:
 
 
 def _explain(message: str, cls: Any) -> str:
-    """Put the path in front of msgspec's message, and suggest the nearest name for an unknown field.
-
-    Names that a caller wrote are cut, and long ones have no nearest: to compare them takes their length squared.
-    """
+    """Put the path in front of msgspec's message, and suggest the nearest name for an unknown field."""
     text, _, path = message.partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
     if unknown := re.match(r"Object contains unknown field `(.+)`", text):
         names = _fields_at(cls, re.sub(r"\[.*?\]", "[]", path))
-        near = difflib.get_close_matches(unknown[1], names, n=1) if len(unknown[1]) < MOST else []
         name = cut(unknown[1])
         full = f"{path}.{name}" if path else name
-        return f"unknown field {full}" + (f"; did you mean {near[0]}?" if near else "")
+        return f"unknown field {full}{near(unknown[1], names)}"
     text = cut(text, 100)  # a choice that does not exist is quoted in it
     return f"{path}: {text}" if path else text
 

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.names import ActionNames
+from npu_gr.feature_schema.columns import ModelFeatures
 
 
 class Names(Protocol):
@@ -21,6 +22,14 @@ class Names(Protocol):
 
         Args:
             version: None = the current one.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        ...
+
+    def features(self, version: str | None) -> ModelFeatures:
+        """Return the features of a version of the ranker; without a ranker there are none.
 
         Raises:
             NotFound: the version is not served.

@@ -9,6 +9,7 @@ import msgspec
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.server.codec.base import Codec, Shown
+from npu_gr.server.codec.features import RankFeatures, parse_columns, parse_row
 from npu_gr.server.codec.fields import (
     Candidates,
     HistoryBody,
@@ -35,6 +36,7 @@ class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     unknown_items: Literal["ignore", "refuse"] | None = None  # refuse: 422 instead of null for a candidate
+    features: RankFeatures | msgspec.UnsetType = msgspec.UNSET
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles` of `top`
 
 
@@ -50,6 +52,7 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
     titles: Titles = msgspec.UNSET
     prefix_tokens: int
     unknown_candidates: int
+    missing_features: list[str] = []  # of.name: features of the model that nothing was said of
     history: HistoryOut
     stages_s: dict[str, float]
 
@@ -60,10 +63,14 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
     candidates = parse_items(body.candidates, "candidates", config.max_candidates)
     if not len(candidates):
         raise Unprocessable("candidates: needs at least one")
+    known = names.features(body.model_version)
+    given = body.features or RankFeatures()
     return RankRequest(
         user=body.user,
         candidates=candidates,
-        history=parse_history(body, config, names, body.model_version),
+        history=parse_history(body, config, names, body.model_version, given.user),
+        request_features=parse_row(given.request, known.request.features, "features.request"),
+        cross_features=parse_columns(given.cross, known.cross.features, len(candidates), "features.cross"),
         timestamp=shown_at(body.timestamp),
         top_k=body.top_k,
         unknown_items=body.unknown_items,
@@ -84,6 +91,7 @@ def render(answer: RankAnswer, request_id: str, media: str, shown: Shown) -> Ran
         titles=shown.titles(answer.top),
         prefix_tokens=answer.prefix_tokens,
         unknown_candidates=answer.unknown_candidates,
+        missing_features=list(answer.missing_features),
         history=render_history(answer.history),
         stages_s=answer.stages_s,
     )

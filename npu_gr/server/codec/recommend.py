@@ -8,6 +8,7 @@ import msgspec
 
 from npu_gr.core.request import OrderName, RecommendAnswer, RecommendRequest, SourceName
 from npu_gr.server.codec.base import Codec, Shown
+from npu_gr.server.codec.features import RequestFeatures, parse_row
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
     Candidates,
@@ -45,6 +46,7 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
         default_factory=dict
     )  # for the service's hook
+    features: RequestFeatures | msgspec.UnsetType = msgspec.UNSET
     # only these of the configured ones; absent: all
     sources: Annotated[list[SourceName], msgspec.Meta(max_length=len(get_args(SourceName)))] | None = None
     order: OrderName | None = None  # retrieval: nothing is ranked; absent: as configured
@@ -78,6 +80,7 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     degraded: list[str]  # stages that did not do their part
     stages: list[StageOut]
     prefix_tokens: int
+    missing_features: list[str] = []  # of.name: features of the ranker that nothing was said of
     history: HistoryOut
     stages_s: dict[str, float]
 
@@ -85,10 +88,12 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
 def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendRequest:
     """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
     check_item_fields(body.fields)
+    given = body.features or RequestFeatures()
+    known = names.features(body.model_version)
     denied = optional_items(body.deny_items, "deny_items", config.max_candidates)
     return RecommendRequest(
         user=body.user,
-        history=parse_history(body, config, names, body.model_version),
+        history=parse_history(body, config, names, body.model_version, given.user),
         num_items=body.num_items,
         num_candidates=body.num_candidates,
         exclude_seen=body.exclude_seen,
@@ -96,6 +101,7 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
         deny_items=denied,
         timestamp=shown_at(body.timestamp),
         context=body.context,
+        request_features=parse_row(given.request, known.request.features, "features.request"),
         sources=None if body.sources is None else tuple(body.sources),
         order=body.order,
         model_version=body.model_version,
@@ -130,6 +136,7 @@ def render(answer: RecommendAnswer, request_id: str, media: str, shown: Shown) -
             for report in answer.stages
         ],
         prefix_tokens=answer.prefix_tokens,
+        missing_features=list(answer.missing_features),
         history=render_history(answer.history),
         stages_s=answer.stages_s,
     )

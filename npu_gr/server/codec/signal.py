@@ -8,6 +8,7 @@ import msgspec
 
 from npu_gr.core.request import SignalAnswer, SignalRequest
 from npu_gr.server.codec.base import Codec, Shown
+from npu_gr.server.codec.features import SignalFeatures
 from npu_gr.server.codec.fields import HistoryBody, HistoryOut, parse_history, render_history
 from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
@@ -17,6 +18,7 @@ class SignalBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Pre-infer a user's prefix while retrieval still runs."""
 
     num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    features: SignalFeatures | msgspec.UnsetType = msgspec.UNSET
 
 
 class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,9 +34,10 @@ class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(body: SignalBody, config: ServerConfig, names: Names) -> SignalRequest:
     """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    given = body.features or SignalFeatures()
     return SignalRequest(
         user=body.user,
-        history=parse_history(body, config, names, body.model_version),
+        history=parse_history(body, config, names, body.model_version, given.user),
         num_candidates=body.num_candidates,
         model_version=body.model_version,
     )

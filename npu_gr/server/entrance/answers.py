@@ -14,7 +14,8 @@ from npu_gr.server.headers import RETRY_AFTER_MS, RETRY_MS
 
 
 def _answer(status: HTTPStatus, title: str, detail: str, *headers: str) -> bytes:
-    body = msgspec.json.encode({"type": "about:blank", "title": title, "status": status.value, "detail": detail})
+    table = {"type": "about:blank", "title": title, "status": status.value, "detail": detail}
+    body = msgspec.json.encode({**table, "error": detail})  # for clients of the Open Inference Protocol
     lines = (
         f"HTTP/1.1 {status.value} {status.phrase}",
         "Content-Type: application/problem+json",

@@ -311,7 +311,7 @@ class Connection(web.RequestHandler):
                 return None
             head = self._head = parse_head(self._unread, end + len(HEAD_END))
             if self.listener.is_public:
-                self._kind = self._entrance.kinds.get((head.method, head.path))
+                self._kind = self._entrance.kind_at(head.method, head.path)
             if not self._is_welcome(head):
                 return None
             self._chunks = Chunks(head.num_bytes) if head.is_chunked else None

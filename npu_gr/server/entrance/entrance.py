@@ -52,8 +52,16 @@ class Entrance:
         self.door = door
         self.keys = keys
         self.kinds: dict[tuple[bytes, bytes], Kind[Any, Any]] = {
-            (kind.method.encode(), kind.path.encode()): kind for kind in KINDS.values() if not kind.must_finish
+            (kind.method.encode(), path.encode()): kind
+            for kind in KINDS.values()
+            if not kind.must_finish
+            for path in kind.paths
         }
+        self._with_version = [
+            (method, *path.partition(b"{version}")[::2], kind)
+            for (method, path), kind in self.kinds.items()
+            if b"{" in path
+        ]
         self.open_routes = {
             (verb, path.encode())
             for (method, path), rule in rules().items()
@@ -83,6 +91,20 @@ class Entrance:
             lambda: self.pacer.refusals_per_s,
         )
         metrics.door.before_scrape = self._count_refusals
+
+    def kind_at(self, method: bytes, path: bytes) -> Kind[Any, Any] | None:
+        """Find the kind of a request; None = its route belongs to none that needs a place.
+
+        Args:
+            method: as it was sent.
+            path: as it was sent, without the query.
+        """
+        kind = self.kinds.get((method, path))
+        if kind is None and path.startswith(b"/v2/"):
+            for other, begin, end, found in self._with_version:
+                if method == other and path.startswith(begin) and path.endswith(end):
+                    return found
+        return kind
 
     def count(self, state: State) -> int:
         """Count the connections in a state."""

@@ -49,6 +49,48 @@ class ItemCodes:
     residuals: tuple[float, ...] = ()  # L + 1 mean squared lengths: of the vectors, and of what each level leaves over
     num_moved: int = 0  # items that lost a collision and got other codes
 
+    def balance(self) -> list[float]:
+        """Compute how evenly the codes of each level are used: entropy over its maximum, 1 = all alike."""
+        found = []
+        for codes, count in zip(self.sids.T, self.code_count, strict=True):
+            shares = np.bincount(codes, minlength=count) / len(codes)
+            shares = shares[shares > 0]
+            entropy = float((shares * np.log(1 / shares)).sum())
+            found.append(entropy / float(np.log(count)) if count > 1 else 1.0)
+        return found
+
+    def beginnings(self) -> list[int]:
+        """Count the different beginnings of each length; the last count is that of the items."""
+        return [len(np.unique(self.sids[:, : level + 1], axis=0)) for level in range(len(self.code_count))]
+
+    def text(self) -> str:
+        """Describe the codes in words."""
+        levels = " x ".join(map(str, self.code_count))
+        balance = ", ".join(f"{value:.2f}" for value in self.balance())
+        beginnings = ", ".join(f"{count:,}" for count in self.beginnings())
+        collided = f"; {self.num_moved:,} items collided and got other codes" if self.centroids else ", ready-made"
+        return f"codes: {levels}, balance {balance}; different beginnings {beginnings}{collided}"
+
+    def means(self, vectors: F32) -> list[F32]:
+        """Average what each code stands for: at each level what the levels before it have left over of its items.
+
+        Args:
+            vectors: float32 [N, d] of the items.
+
+        Returns:
+            float32 [codes, d] of each level; zero for an unused code.
+        """
+        rest = vectors
+        found = []
+        for codes, count in zip(self.sids.T, self.code_count, strict=True):
+            sums = np.zeros((count, vectors.shape[1]), np.float32)
+            np.add.at(sums, codes, rest)
+            uses = np.bincount(codes, minlength=count).clip(min=1).astype(np.float32)
+            means: F32 = sums / uses[:, None]
+            rest = rest - means[codes]
+            found.append(means)
+        return found
+
 
 def item_vectors(log: InteractionLog, features: Sequence[ItemValues], dim: int, window: int, seed: int) -> F32:
     """Place each item among the others, by the items near it in histories and by its features.

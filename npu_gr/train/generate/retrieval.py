@@ -58,7 +58,7 @@ class RetrievalFigures:
             model: name.
             invalid_ratio: share of the answered items that the catalogue lacks.
         """
-        overall, unseen = ranks
+        overall, unseen, _ = ranks
         if not len(overall):
             return cls(model=model, num_users=0, hr_at_10=NAN, ndcg_at_10=NAN, hr_at_50=NAN)
         return cls(
@@ -90,6 +90,7 @@ class RetrievalReport:
     baselines: tuple[RetrievalFigures, ...]  # measured in this run
     published: tuple[RetrievalFigures, ...]  # measured by others, on the same data
     left_out: tuple[str, ...] = ()  # why other baselines are not among them
+    codes: str = ""  # how evenly the codes are used, in words
 
     def as_dict(self) -> dict[str, Any]:
         """Turn the report into plain types for JSON; leave out figures that a model does not have."""
@@ -97,6 +98,7 @@ class RetrievalReport:
         return {
             "num_trained": self.num_trained,
             "num_served": self.num_served,
+            "codes": self.codes,
             "test": known(asdict(self.generator)),
             "validation": known(asdict(self.validation)),
             "baselines": [known(asdict(row)) for row in self.baselines],
@@ -112,7 +114,7 @@ class RetrievalReport:
         """Say in words how the generator stands beside the strongest baseline."""
         comparison = self.comparison()
         words = "no user has a next item to compare on" if comparison is None else comparison.text()
-        return "\n".join([*self.left_out, words])
+        return "\n".join([*([self.codes] if self.codes else []), *self.left_out, words])
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""
@@ -167,11 +169,13 @@ class GeneratorJudge:
         arena = KVArena(layout, pages, self._backend.device)
         ranks = np.full(len(targets), MISSED)
         ranks_unseen = np.full(len(targets), MISSED)
+        is_repeat = np.zeros(len(targets), np.bool_)
         num_answered = 0
         num_invalid = 0
         for index, (user, event) in enumerate(targets):
             history = log.item_ids[log.items[log.starts[user] : event]]
             target = int(log.item_ids[log.items[event]])
+            is_repeat[index] = target in history
             tokens = make_prompt(self._trie, history, self._max_tokens).tokens
             part = PromptKV(arena, (PageRun(0, pages),), len(tokens))
             generator.encode(tokens, [], part)
@@ -188,7 +192,7 @@ class GeneratorJudge:
                 num_answered += len(found.item_ids)
             done(index + 1, len(targets))
         invalid_ratio = num_invalid / max(num_answered, 1)
-        found_ranks = NextItemRanks(ranks, ranks_unseen if unseen else np.empty(0))
+        found_ranks = NextItemRanks(ranks, ranks_unseen if unseen else np.empty(0), is_repeat)
         return RetrievalFigures.from_ranks(found_ranks, invalid_ratio=invalid_ratio)
 
     def _without(self, history: I64, target: int) -> Filter:

@@ -27,12 +27,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from npu_gr.catalogue.trie import Codebooks
+from npu_gr.core.arrays import F32
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import Count, Positive
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.data import Batch, InteractionLog, Split, batches, build_log, windows
+from npu_gr.train.generate.augment import Augmentation
 from npu_gr.train.generate.causal import encode, next_logits, start
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
 from npu_gr.train.generate.retrieval import (
@@ -73,6 +75,14 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     weight_decay: Annotated[Weight, Meta(description="of matrices")] = 0.1
     code_weight_decay: Annotated[Weight, Meta(description="weight decay of the codes' embeddings")] = 0.0
     dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.2
+    skip_ratio: Annotated[DropoutRatio, Meta(description="share of the events that an epoch leaves out")] = 0.0
+    swap_ratio: Annotated[
+        Share,
+        Meta(description="share of the events whose item an epoch swaps for another that followed the one before"),
+    ] = 0.0
+    code_length: Annotated[
+        Weight, Meta(description="of the codes' embeddings at the start, which say what stands near what; 0 = random")
+    ] = 0.0
     average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.995
     refit: Annotated[
         bool, Meta(description="after the evaluation, train the served model anew on all events, the newest included")
@@ -88,7 +98,16 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 MOVIELENS = GenerateOptions()
 QUICK = GenerateOptions(epochs=10, validate_every=5, validation_users=200, test_users=1000)
 """Two CPU minutes for 100,000 events, the refit included."""
-BEAUTY = GenerateOptions(history_items=20)
+BEAUTY = GenerateOptions(
+    code_count=(256, 256),
+    history_items=20,
+    epochs=15,
+    validate_every=3,
+    skip_ratio=0.15,
+    swap_ratio=0.2,
+    code_length=0.3,
+)
+"""For many short histories."""
 
 
 class TrainedGenerator(NamedTuple):
@@ -125,7 +144,7 @@ def train_generator(
     log = build_log(interactions, features, SPLIT)
     trained = log.only_trained(SPLIT)
     codes = _codes(trained, features, options, codes_path)
-    model = _new_model(codes, options)
+    model = _new_model(trained, codes, options)
     judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
     epochs, validation = _fit(model, trained, codes, judge, options, progress)
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
@@ -143,6 +162,7 @@ def train_generator(
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
         left_out=baselines.left_out,
         published=published(log),
+        codes=codes.text(),
     )
     found = TrainedGenerator(model, log, codes, report)
     evaluated(found)
@@ -150,7 +170,7 @@ def train_generator(
         return found
     whole = log.all_trained()
     codes = _codes(whole, features, options, codes_path)
-    model = _new_model(codes, options)
+    model = _new_model(whole, codes, options)
     _refit(model, whole, codes, epochs, options, progress)
     return TrainedGenerator(model, whole, codes, report)
 
@@ -179,7 +199,7 @@ def _codes(
     return residual_codes(vectors, options.code_count, uses, options.seed)
 
 
-def _new_model(codes: ItemCodes, options: GenerateOptions) -> Decoder:
+def _new_model(log: InteractionLog, codes: ItemCodes, options: GenerateOptions) -> Decoder:
     try:
         config = DecoderConfig(
             vocab_size=sum(codes.code_count),
@@ -200,7 +220,19 @@ def _new_model(codes: ItemCodes, options: GenerateOptions) -> Decoder:
         raise ConfigError(f"train: {error}") from error
     model = Decoder(config)
     start(model, torch.Generator().manual_seed(options.seed))
+    if options.code_length:
+        vectors = item_vectors(log, [], min(options.vector_dim, options.dim), options.company_window, options.seed)
+        means = codes.means(vectors)
+        units = np.concatenate([of_level / (_mean_length(of_level) or 1.0) for of_level in means])
+        with torch.no_grad():
+            model.embedding.weight[:, : units.shape[1]] += options.code_length * torch.from_numpy(units)
     return model
+
+
+def _mean_length(rows: F32) -> float:
+    """Average the lengths of the rows that are not zero; 0 if all are."""
+    lengths = np.sqrt(np.square(rows).sum(1))
+    return float(lengths[lengths > 0].mean()) if lengths.any() else 0.0
 
 
 def _fit(
@@ -271,9 +303,11 @@ def _epochs(
         stage=stage,
         progress=progress,
     )
+    augmentation = Augmentation(log, options.skip_ratio, options.swap_ratio)
     for epoch in range(options.epochs):
-        cut = windows(log, options.history_items + 1, random)
-        parts = list(batches(log, cut, max(1, options.batch_tokens // len(codes.code_count)), random))
+        varied = augmentation.draw(random)
+        cut = windows(varied, options.history_items + 1, random)
+        parts = list(batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random))
         trainer.run_epoch(epoch, parts, lambda batch: _loss(model, tokens, batch, options.dropout))
         yield epoch, trainer.averaged
 

@@ -26,7 +26,8 @@ from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, 
 from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
 from npu_gr.train.paired import BaselineComparison, Difference, compare, difference_of_auc
-from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch
+from npu_gr.train.rank.forward import EncodedHistories
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
 from npu_gr.train.rank.validation import BATCH_TOKENS
 
@@ -180,10 +181,11 @@ def evaluate_ranker(
         sizes: of the lists that are put in order.
         done: called with (users so far, users in all) after every user's next item.
     """
-    judged = None if like_task is None else judged_logits(log, model, like_task)
+    inputs = LogInputs(log, model)
+    judged = None if like_task is None else judged_logits(inputs, model, like_task)
     if counted is None:
         return _figures(RANKER, log, likes, judged, [], []), ()
-    lists = list(retrieved_lists(log, model, counted, targets, sizes, done))
+    lists = list(retrieved_lists(inputs, model, counted, targets, sizes, done))
 
     def figures(name: str, liking: F64 | None, scores: Callable[[ItemList], npt.NDArray[np.float32]]) -> RankingFigures:
         return _figures(name, log, likes, liking, targets, (_over_all(log, found, scores(found)) for found in lists))
@@ -205,17 +207,18 @@ def _over_all(log: InteractionLog, found: ItemList, scores: npt.NDArray[np.float
 
 
 @torch.inference_mode()
-def judged_logits(log: InteractionLog, model: HSTU, task: int) -> F64:
+def judged_logits(inputs: LogInputs, model: HSTU, task: int) -> F64:
     """Compute one task's logit of every event after the trained ones.
 
     Args:
-        log: with the users' histories.
+        inputs: with the users' histories.
         model: in evaluation mode.
         task: index of the logit.
 
     Returns:
         float64 [events after the trained ones], in the log's order.
     """
+    log = inputs.log
     longest = model.config.max_history_tokens
     logits = np.full(len(log.items), np.nan)
     parts = []
@@ -227,8 +230,9 @@ def judged_logits(log: InteractionLog, model: HSTU, task: int) -> F64:
             begin = max(int(start), min(int(stop), at + longest) - longest)
             parts.append(Window(begin, min(int(stop), at + longest) - begin))
     for batch in batches(log, parts, BATCH_TOKENS):
-        histories = HistoryBatch(items=batch.items, actions=batch.actions, times=batch.times)
-        rows = EncodedHistories(model, histories).rows(batch.items[..., None])
+        encoded = EncodedHistories(model, inputs.histories(batch))
+        known = inputs.request(batch.events), inputs.cross(batch.events)
+        rows = encoded.rows(batch.items[..., None], None, *known)
         found = model.task_logits(rows)[:, :, 0, task]
         logits[batch.events[batch.valid].numpy()] = found[batch.valid].double().numpy()
     judged: F64 = logits[~log.trained]

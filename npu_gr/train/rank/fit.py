@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_rows import draw_kept
 from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
 from npu_gr.train.generate.codes import ItemCodes, item_vectors
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import batch_loss
 from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.schema import item_tables
 from npu_gr.train.rank.tasks import Task, make_labels
 from npu_gr.train.rank.validation import next_item_likelihood
 from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
@@ -51,6 +54,7 @@ def fit(
     progress: Callable[[TrainingProgress], None],
     num_epochs: int | None = None,
     gives_up: GivesUp = lambda *_: False,
+    features: Sequence[Feature] = (),
     codes: ItemCodes | None = None,
 ) -> Fitted:
     """Train a model. The same arguments and number of threads give the same bits.
@@ -66,6 +70,7 @@ def fit(
         progress: called after every step.
         num_epochs: end after so many; the learning rate falls as if there were all. None = all.
         gives_up: asked after every epoch with a validation.
+        features: what the model reads beside items, actions and times.
         codes: of the log's items, by row; None = the model reads none.
 
     Raises:
@@ -74,7 +79,8 @@ def fit(
     """
     labels = make_labels(log, tasks)
     torch.manual_seed(options.seed)
-    model = new_model(log, item_features, tasks, options, codes)
+    model = new_model(log, item_features, tasks, options, features, codes)
+    inputs = LogInputs(log, model)
     random = np.random.default_rng(options.seed)
     auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))  # one action: there is none to learn
     trainer = EpochTrainer(
@@ -94,13 +100,13 @@ def fit(
     def loss_of(batch: Batch) -> Tensor:
         model.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
         with_click = trainer.done_ratio >= CLICK_AFTER
-        return batch_loss(model, auxiliary, batch, labels, options, with_click=with_click)
+        return batch_loss(model, auxiliary, inputs, batch, labels, options, with_click=with_click)
 
     for epoch in range(options.epochs if num_epochs is None else num_epochs):
         parts = list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random))
         trainer.run_epoch(epoch, parts, loss_of)
         if is_judged:
-            curve.append(float(next_item_likelihood(log, trainer.averaged.eval(), validation).mean()))
+            curve.append(float(next_item_likelihood(inputs, trainer.averaged.eval(), validation).mean()))
         if not is_judged or stopping.is_best(math.exp(curve[-1])):
             best, best_epochs = copy.deepcopy(trainer.averaged), epoch + 1
         if is_judged and (stopping.is_over or gives_up((epoch + 1) / options.epochs, curve[-1])):
@@ -114,6 +120,7 @@ def new_model(
     item_features: Sequence[ItemValues],
     tasks: Sequence[Task],
     options: TrainOptions,
+    features: Sequence[Feature] = (),
     codes: ItemCodes | None = None,
 ) -> HSTU:
     """Make a model for a log, with its start. An item starts where its neighbours in the trained histories are.
@@ -121,21 +128,18 @@ def new_model(
     Raises:
         ConfigError: the options do not make a model.
     """
-    features = [f for f in item_features if f.values]
+    tables = item_tables(log, item_features)
+    values_of = {feature.name: tuple(feature.values) for feature in item_features}
     try:
         config = HSTUConfig(
             num_items=log.num_items,
             item_features=tuple(
-                ItemFeature(
-                    name=f.name,
-                    num_values=len(f.values),
-                    max_values=max(1, *(len(values) for values in f.of_item.values())),
-                    values=tuple(f.values),
-                )
-                for f in features
+                ItemFeature(name=name, num_values=padding, max_values=rows.shape[1], values=values_of[name])
+                for name, (rows, padding) in tables.items()
             ),
             item_codes=() if codes is None else codes.code_count,
-            row_dropout=options.row_dropout if features or codes is not None else 0.0,
+            row_dropout=options.row_dropout if tables or codes is not None else 0.0,
+            features=tuple(features),
             actions=log.names_of_actions,
             tasks=tuple(task.name for task in tasks),
             dim=options.dim,
@@ -155,11 +159,8 @@ def new_model(
     except ValueError as error:
         raise ConfigError(f"train: {error}") from error
     model = HSTU(config)
-    for index, feature in enumerate(features):
-        table = getattr(model, f"feature_ids_{index}")
-        for row, item in enumerate(log.item_ids.tolist()):
-            values = feature.of_item.get(item, [])
-            table[row, : len(values)] = torch.tensor(values, dtype=torch.int64)
+    for index, (rows, _) in enumerate(tables.values()):
+        getattr(model, f"feature_ids_{index}").copy_(torch.from_numpy(rows))
     with torch.no_grad():
         for part in (model.layers, model.head):
             for linear in part.modules():

@@ -4,7 +4,9 @@ It computes the same function as `HSTU.forward`. A user's history is encoded onc
 to the events before event i alone, at position i and at the time of event i: every event of a history is a request,
 and all of them share one encoding. Attention is dense, [H, B, T, C, N], so N should be a few hundred at most.
 
-Shapes: B users, N history tokens, T moments a user, C candidates a moment, H heads.
+Features of the user are one token in front of the events, as in service; all indices here count events alone.
+
+Shapes: B users, N events, L tokens (N, or N + 1 with the user's), T moments a user, C candidates a moment, H heads.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from npu_gr.backend.base import Slab, time_bucket
+from npu_gr.feature_schema.schema import Of
+from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU, HSTULayer
 
 CLOSED = -1e4  # a logit whose SiLU, and whose SiLU's gradient, is exactly zero; so is its share of a softmax
@@ -29,6 +33,8 @@ class HistoryBatch:
     items: Tensor  # int64 [B, N] item rows
     actions: Tensor  # int64 [B, N]
     times: Tensor  # int64 [B, N] unix seconds
+    user: FeatureValues | None = None  # [B] of a model that has such features; so are all of these
+    events: FeatureValues | None = None  # [B, N]
 
 
 class EncodedHistories:
@@ -44,17 +50,19 @@ class EncodedHistories:
         """
         assert model.config.scaling == "constant"
         assert model.config.positions != "reverse"
+        assert (histories.user is not None) == ("user" in model.features)
         self._model = model
-        self._times = histories.times
+        self._num_before = int(histories.user is not None)  # tokens before the first event
+        self._times = torch.cat([histories.times[:, : self._num_before], histories.times], dim=1)
         self._dropout_ratio = dropout_ratio
-        self._scale = model.attention_scale(histories.items.shape[1])
-        self._every = torch.arange(histories.items.shape[1])  # moments: each event
-        self._ago = self._every[:, None] - self._every  # [N, N]
+        self._scale = model.attention_scale(self._times.shape[1])
+        self._every = torch.arange(self._times.shape[1])  # tokens
+        self._ago = self._every[:, None] - self._every  # [L, L]
         self._bucket = time_bucket(self._times[:, :, None] - self._times[:, None, :]).flatten()
-        self._biases: list[Tensor] = []  # a layer: [H, B, N, N], closed to later events
+        self._biases: list[Tensor] = []  # a layer: [H, B, L, L], closed to later tokens
         self._slabs: list[Slab] = []
 
-        x = self._embed(histories.items, histories.actions, self._every)
+        x = self._placed(self._tokens(histories), self._every)
         for layer in model.layers:
             assert isinstance(layer, HSTULayer)
             self._biases.append(self._bias_of_every(layer))
@@ -66,34 +74,72 @@ class EncodedHistories:
                 x = self._updated(layer, x, u, attention)
             self._slabs.append((k, v))
 
-    def rows(self, candidates: Tensor, at: Tensor | None = None) -> Tensor:
+    def rows(
+        self,
+        candidates: Tensor,
+        at: Tensor | None = None,
+        request: FeatureValues | None = None,
+        cross: FeatureValues | None = None,
+    ) -> Tensor:
         """Compute the final rows of candidates, ready for `model.task_logits` and, of NEXT, `model.user_vectors`.
 
         Args:
             candidates: int64 [B, T, C] item rows, with `num_items` for NEXT.
             at: int64 [B, T] index of the event just before which they are scored; None = every event, T = N.
+            request: [B, T] of a model that has such features.
+            cross: [B, T, c] of a model that has such features: of the first c candidates. NEXT, behind them, has none.
 
         Returns:
             float32 [B, T, C, dim].
         """
         config = self._model.config
-        places = self._every if at is None else at
-        x = self._embed(candidates, torch.tensor(len(config.actions)), places[..., None])  # not acted on yet
+        places = self._every[self._num_before :] if at is None else at + self._num_before
+        x = self._items(candidates) + self._model.action(torch.tensor(len(config.actions)))  # not acted on yet
+        x = self._placed(self._shown(x, request, cross), places[..., None])
         for index, layer in enumerate(self._model.layers):
             assert isinstance(layer, HSTULayer)
             if at is None:
-                bias = self._biases[index].masked_fill(torch.eye(len(self._every), dtype=torch.bool), CLOSED)
+                itself = torch.eye(len(self._every), dtype=torch.bool)
+                bias = self._biases[index].masked_fill(itself, CLOSED)[:, :, self._num_before :]
             else:
-                bias = self._bias_of(layer, at)
+                bias = self._bias_of(layer, places)
             u, own_v, q, own_k = layer.project(x)
             attention = _attend(q, self._slabs[index], bias.unsqueeze(3)) + _attend_itself(layer, q, own_k, own_v)
             x = self._updated(layer, x, u, attention)
         return x
 
-    def _embed(self, items: Tensor, actions: Tensor, positions: Tensor) -> Tensor:
-        """Embed items, actions and positions; side features are averaged once for each distinct item of the batch."""
+    def _items(self, items: Tensor) -> Tensor:
+        """Embed items; side features are averaged once for each distinct item of the batch."""
         distinct, place = torch.unique(items, return_inverse=True)
-        x: Tensor = self._model.embed_items(distinct)[place] + self._model.action(actions)
+        rows: Tensor = self._model.embed_items(distinct)[place]
+        return rows
+
+    def _tokens(self, histories: HistoryBatch) -> Tensor:
+        """Embed a history without its places: [B, L, dim]."""
+        x: Tensor = self._items(histories.items) + self._model.action(histories.actions)
+        if "event" in self._model.features:
+            x = x + self._features("event", histories.events)
+        if histories.user is None:
+            return x
+        user = self._model.user_token + self._features("user", histories.user)
+        return torch.cat([user[:, None], x], dim=1)
+
+    def _shown(self, x: Tensor, request: FeatureValues | None, cross: FeatureValues | None) -> Tensor:
+        """Add the features of requests and candidates to candidates' rows [B, T, C, dim]."""
+        if "request" in self._model.features:
+            x = x + self._features("request", request)[:, :, None]
+        if "cross" in self._model.features and cross is not None:
+            known = self._features("cross", cross)
+            shown, following = x.tensor_split((known.shape[2],), dim=2)
+            x = torch.cat([shown + known, following], dim=2)
+        return x
+
+    def _features(self, of: Of, values: FeatureValues | None) -> Tensor:
+        assert values is not None, f"the model reads features of {of}"
+        rows: Tensor = self._model.features[of](values)
+        return rows
+
+    def _placed(self, x: Tensor, positions: Tensor) -> Tensor:
         if self._model.config.positions != "none":
             x = x + self._model.position(positions.clamp(max=self._model.config.max_history_tokens))
         return dropout(x, self._dropout_ratio)
@@ -103,7 +149,7 @@ class EncodedHistories:
         return x + dropout(new - x, self._dropout_ratio) if self._dropout_ratio else new
 
     def _bias_of_every(self, layer: HSTULayer) -> Tensor:
-        """The relative bias between all events; the distances are every user's, so their gradient is summed first."""
+        """The relative bias between all tokens; the distances are every user's, so their gradient is summed first."""
         position, time = layer.bias
         num_tokens = len(self._every)
         by_place = _look_up(position, self._ago.clamp(0, position.shape[1] - 1).flatten())
@@ -112,7 +158,7 @@ class EncodedHistories:
         return both.masked_fill(self._ago < 0, CLOSED)
 
     def _bias_of(self, layer: HSTULayer, at: Tensor) -> Tensor:
-        """The relative bias between moments [B, T] and the events before each: [H, B, T, N]."""
+        """The relative bias between moments, tokens [B, T], and those before each: [H, B, T, L]."""
         position, time = layer.bias
         ago = at[:, :, None] - self._every
         bucket = time_bucket(self._times.gather(1, at)[:, :, None] - self._times[:, None, :]).flatten()
@@ -160,7 +206,7 @@ def dropout(x: Tensor, ratio: float) -> Tensor:
 
 
 def _attend(q: Tensor, history: Slab, bias: Tensor) -> Tensor:
-    """Attend with q [B, T, C, H, Dq] to the history's k [B, N, H, Dq] and v [B, N, H, Dv]: [B, T, C, H, Dv]."""
+    """Attend with q [B, T, C, H, Dq] to the history's k [B, L, H, Dq] and v [B, L, H, Dv]: [B, T, C, H, Dv]."""
     k, v = history
     users, moments, candidates, heads, width = q.shape
     queries = q.permute(3, 0, 1, 2, 4).reshape(heads * users, -1, width)

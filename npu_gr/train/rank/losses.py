@@ -25,7 +25,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import Batch
-from npu_gr.train.rank.forward import CLOSED, EncodedHistories, HistoryBatch, dropout
+from npu_gr.train.rank.forward import CLOSED, EncodedHistories, dropout
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.tasks import Labels
 
@@ -41,24 +42,32 @@ class Retrieved(NamedTuple):
 
 
 def batch_loss(
-    model: HSTU, auxiliary: nn.Linear, batch: Batch, labels: Labels, options: TrainOptions, *, with_click: bool
+    model: HSTU,
+    auxiliary: nn.Linear,
+    inputs: LogInputs,
+    batch: Batch,
+    labels: Labels,
+    options: TrainOptions,
+    *,
+    with_click: bool,
 ) -> Tensor:
     """Sum the losses of a batch, each a mean over its events.
 
     Args:
         model: with `retrieval` if a task predicts the next item.
         auxiliary: the head that is not served.
+        inputs: of the log.
         batch: the events.
         labels: of all events of the log.
         options: weights of the losses, and what is drawn.
         with_click: train the next item's logit too.
     """
-    histories = HistoryBatch(items=batch.items, actions=batch.actions, times=batch.times)
-    encoded = EncodedHistories(model, histories, options.dropout)
+    encoded = EncodedHistories(model, inputs.histories(batch), options.dropout)
     kinds = [batch.items] if labels.served_tasks else []
     if labels.click_task is not None:
         kinds.append(torch.full_like(batch.items, model.config.num_items))  # NEXT
-    rows = encoded.rows(torch.stack(kinds, dim=-1))
+    cross = inputs.cross(batch.events) if labels.served_tasks else None
+    rows = encoded.rows(torch.stack(kinds, dim=-1), None, inputs.request(batch.events), cross)
     loss = rows.new_zeros(())
     if labels.served_tasks:
         loss = loss + options.task_weight * _binary_loss(model, auxiliary, rows[:, :, 0], batch, labels, options)
@@ -67,7 +76,9 @@ def batch_loss(
     found = retrieve(model, rows[:, :, -1], batch, options)
     loss = loss + (torch.logaddexp(found.partition, found.own) - found.own).mean()
     if with_click and options.click_weight:
-        loss = loss + options.click_weight * _click_loss(model, encoded, labels.click_task, found, batch, options)
+        loss = loss + options.click_weight * _click_loss(
+            model, encoded, inputs, labels.click_task, found, batch, options
+        )
     return loss
 
 
@@ -157,12 +168,20 @@ def _first_places(batch: Batch, items: Tensor) -> Tensor:
 
 
 def _click_loss(
-    model: HSTU, encoded: EncodedHistories, task: int, found: Retrieved, batch: Batch, options: TrainOptions
+    model: HSTU,
+    encoded: EncodedHistories,
+    inputs: LogInputs,
+    task: int,
+    found: Retrieved,
+    batch: Batch,
+    options: TrainOptions,
 ) -> Tensor:
     some = _sample_places(batch.valid, options.click_ratio)
     true = batch.items.gather(1, some)[..., None]
     drawn, log_weight = draw_candidates(model, found, batch, some, options.num_click_draws)
-    rows = encoded.rows(torch.cat([true, drawn], dim=-1), some)
+    candidates = torch.cat([true, drawn], dim=-1)
+    events = batch.events.gather(1, some)
+    rows = encoded.rows(candidates, some, inputs.request(events), inputs.cross_of(events, candidates))
     logits = model.task_logits(rows)[..., task]
     counted = logits + torch.cat([torch.zeros_like(log_weight[..., :1]), log_weight], dim=-1)
     surprise = torch.logsumexp(counted, dim=-1) - logits[..., 0]

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from npu_gr.core.settings import Count, Positive
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.train.data import Split
 from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
 from npu_gr.train.rank.tasks import Task
@@ -38,6 +39,15 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[Task, ...] | None,
         Meta(description="one logit each, e.g. [{name: click}, {name: buy, actions: [purchase]}]; null: by the log"),
     ] = None
+
+    features: Annotated[
+        tuple[Feature, ...] | None,
+        Meta(description="columns of the dataset to read, each with its kind; null: all, as their values look"),
+    ] = None
+    computed: Annotated[
+        tuple[str, ...],
+        Meta(description="what is computed besides, e.g. [events, likes_by:genre, rate_by:genre, recency, hour]"),
+    ] = ()
 
     budget_s: Annotated[
         float, Meta(ge=0.0, description="seconds of a search for better settings on the validation; 0 = these settings")

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import F32, I64
-from npu_gr.model.hstu import HSTU, Segment
+from npu_gr.model.hstu import HSTU
 from npu_gr.model.order import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHTS, Order
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.validation import user_vectors
 
 RETRIEVAL_ALONE = dict(zip(WEIGHTS, (1.0, 0.0, 0.0, 0.0), strict=True))
@@ -93,7 +94,7 @@ class ListSizes(NamedTuple):
 
 
 def retrieved_lists(
-    log: InteractionLog,
+    inputs: LogInputs,
     model: HSTU,
     counted: Order,
     targets: Sequence[NextItem],
@@ -103,17 +104,18 @@ def retrieved_lists(
     """Retrieve for each target: the best items by u . e, those that follow the last events, and what is known of each.
 
     Args:
-        log: with the users' histories.
+        inputs: with the users' histories.
         model: in evaluation mode, its items frozen.
         counted: the transitions.
         targets: the next items.
         sizes: of the lists.
         done: called with (users so far, users in all) after every user.
     """
+    log = inputs.log
     backend = CPUBackend()
     task = model.config.tasks.index(counted.task)
     table = model.item_vectors()
-    vectors = user_vectors(log, model, targets)
+    vectors = user_vectors(inputs, model, targets)
     for count, ((user, event), u) in enumerate(zip(targets, vectors, strict=True), 1):
         history = log.items[log.starts[user] : event]
         retrieval = table @ u
@@ -121,18 +123,10 @@ def retrieved_lists(
         seen[torch.from_numpy(history)] = 1
         followers = torch.from_numpy(counted.top(history, sizes.followers))
         items = torch.unique(torch.cat([*_best(retrieval, seen, sizes.retrieved), followers]))
-        recent = slice(max(int(log.starts[user]), event - model.config.max_history_tokens), event)
-        segment = Segment(
-            items=torch.from_numpy(log.items[recent]),
-            actions=torch.from_numpy(log.actions[recent]),
-            times=torch.from_numpy(log.times[recent]),
-            candidates=items,
-            candidate_time=int(log.times[event]),
-        )
         yield ItemList(
             items.numpy(),
             retrieval[items].numpy(),
-            model(backend, [segment])[0][:, task].numpy(),
+            model(backend, [inputs.segment(event, items)])[0][:, task].numpy(),
             counted.transitions(history, items.numpy()),
             seen[items].numpy(),
         )

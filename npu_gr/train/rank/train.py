@@ -25,11 +25,14 @@ from npu_gr.model.weights import Checkpoint
 from npu_gr.train.baselines import MatrixFactorisation, Means, fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.generate.codes import ItemCodes
+from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.search import SearchedOptions, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, make_labels
 from npu_gr.train.rank.validation import event_likelihood
@@ -85,6 +88,8 @@ def train_rank(
     if options.budget_s and not held_out.targets:
         raise ConfigError("budget_s: no user has two trained events and a next item to predict: nothing to search on")
 
+    features = choose_features(held_out.log, item_features, chosen.tasks, options)
+
     def train(tried: TrainOptions, stage: str, gives_up: GivesUp) -> Fitted:
         return fit(
             held_out.log,
@@ -96,9 +101,13 @@ def train_rank(
             progress,
             gives_up=gives_up,
             codes=None if codes is None else codes.evaluated,
+            features=features,
         )
 
-    searched = search(options, train, lambda found: event_likelihood(log, found.model, held_out.targets, labels))
+    def judge(found: Fitted) -> F64:
+        return event_likelihood(LogInputs(log, found.model), found.model, held_out.targets, labels)
+
+    searched = search(options, train, judge)
     fitted = searched.fitted
     counted = None if click is None else count_transitions(held_out.log, click)
     order = None if counted is None else _fit_order(fitted, counted, held_out, options)
@@ -126,6 +135,7 @@ def train_rank(
             progress,
             fitted.num_epochs,
             codes=None if codes is None else codes.served,
+            features=choose_features(everything, item_features, chosen.tasks, options),
         )
         if order is not None:
             order = replace(count_transitions(everything, order.task), weights=order.weights)
@@ -155,7 +165,7 @@ def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOutEvents, options:
         return None
     log, targets = held_out
     sizes = ListSizes(options.num_retrieved, options.num_followers)
-    lists = list(retrieved_lists(log, fitted.model, counted, targets, sizes))
+    lists = list(retrieved_lists(LogInputs(log, fitted.model), fitted.model, counted, targets, sizes))
     return fit_order(counted, log, lists, targets)
 
 

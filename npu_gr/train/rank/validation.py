@@ -9,53 +9,58 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from npu_gr.core.arrays import I64
 from npu_gr.model.hstu import HSTU
-from npu_gr.train.data import InteractionLog, NextItem, Window, batches
+from npu_gr.train.data import NextItem, Window, batches
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank.forward import CLOSED, EncodedHistories, HistoryBatch
+from npu_gr.train.rank.forward import CLOSED, EncodedHistories
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.tasks import Labels
 
 BATCH_TOKENS = 2048
 _TARGETS_AT_ONCE = 256
 
 
-def user_vectors(log: InteractionLog, model: HSTU, targets: Sequence[NextItem]) -> Tensor:
+def user_vectors(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]) -> Tensor:
     """Compute u of each target's user just before the event, at its time: float32 [targets, dim].
 
     Args:
-        log: with the users' histories.
+        inputs: with the users' histories.
         model: with `retrieval`, in evaluation mode.
         targets: the next items.
     """
     with torch.no_grad():
-        return model.user_vectors(_rows(log, model, targets, np.full(len(targets), log.num_items)))
+        return model.user_vectors(_rows(inputs, model, targets, is_next=True))
 
 
 @torch.no_grad()
-def _rows(log: InteractionLog, model: HSTU, targets: Sequence[NextItem], candidates: I64) -> Tensor:
-    """Compute the final row of one candidate just before each target, float32 [targets, dim]."""
+def _rows(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], *, is_next: bool) -> Tensor:
+    """Compute the final row of NEXT, or of the event's own item, just before each target: float32 [targets, dim]."""
+    log = inputs.log
     rows = torch.empty(len(targets), model.config.dim)
     place_of = {target.event: place for place, target in enumerate(targets)}
     parts = []
-    for user, event in targets:
-        begin = max(int(log.starts[user]), event - model.config.max_history_tokens)
+    for _, event in targets:
+        begin = inputs.first_read(event)
         parts.append(Window(begin, event + 1 - begin))
     for batch in batches(log, parts, BATCH_TOKENS):
-        encoded = EncodedHistories(model, HistoryBatch(items=batch.items, actions=batch.actions, times=batch.times))
+        encoded = EncodedHistories(model, inputs.histories(batch))
         last = batch.valid.sum(1, keepdim=True) - 1
-        places = [place_of[event] for event in batch.events.gather(1, last)[:, 0].tolist()]
-        rows[places] = encoded.rows(torch.from_numpy(candidates[places])[:, None, None], last)[:, 0, 0]
+        events = batch.events.gather(1, last)
+        candidates = torch.full_like(events, log.num_items) if is_next else batch.items.gather(1, last)
+        cross = None if is_next else inputs.cross(events)
+        found = encoded.rows(candidates[..., None], last, inputs.request(events), cross)
+        rows[[place_of[event] for event in events[:, 0].tolist()]] = found[:, 0, 0]
     return rows
 
 
 @torch.no_grad()
-def next_item_likelihood(log: InteractionLog, model: HSTU, targets: Sequence[NextItem]) -> F64:
+def next_item_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]) -> F64:
     """Compute the log-probability of each next item among the unseen ones, float64 [targets].
 
     An item of the history is unseen where it is the next item itself.
     """
-    u = user_vectors(log, model, targets)
+    log = inputs.log
+    u = user_vectors(inputs, model, targets)
     table = model.embed_items(torch.arange(log.num_items))
     found = np.empty(len(targets))
     for start in range(0, len(targets), _TARGETS_AT_ONCE):
@@ -71,19 +76,19 @@ def next_item_likelihood(log: InteractionLog, model: HSTU, targets: Sequence[Nex
 
 
 @torch.no_grad()
-def event_likelihood(log: InteractionLog, model: HSTU, targets: Sequence[NextItem], labels: Labels) -> F64:
+def event_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], labels: Labels) -> F64:
     """Compute the log-probability of each event: of its item, and of what the user does with it. float64 [targets].
 
     Args:
-        log: with the users' histories.
+        inputs: with the users' histories.
         model: with `retrieval`, in evaluation mode.
         targets: the events.
         labels: of the binary tasks.
     """
-    found = next_item_likelihood(log, model, targets)
+    found = next_item_likelihood(inputs, model, targets)
     if labels.served_tasks:
         events = np.array([event for _, event in targets])
-        logits = model.task_logits(_rows(log, model, targets, log.items[events]))[:, labels.served_tasks]
+        logits = model.task_logits(_rows(inputs, model, targets, is_next=False))[:, labels.served_tasks]
         losses = binary_cross_entropy_with_logits(logits, labels.served[events], reduction="none")
         found -= losses.sum(1).double().numpy()
     return found

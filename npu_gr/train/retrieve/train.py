@@ -77,7 +77,7 @@ class RetrieveReport:
     settings: Settings
     num_trained: int  # events behind the evaluated vectors
     num_served: int  # events behind the served ones
-    validation_ndcg: float  # NDCG@10 of unseen items
+    validation_ndcg: float  # NDCG@10 of unseen items, or of all where most next items are repeats
     vectors: RetrievalFigures
     baselines: tuple[RetrievalFigures, ...]
     left_out: tuple[str, ...]  # why others are not among the baselines
@@ -93,7 +93,7 @@ class RetrieveReport:
             "settings": self.settings._asdict(),
             "num_trained": self.num_trained,
             "num_served": self.num_served,
-            "validation_ndcg_at_10_unseen": self.validation_ndcg,
+            "validation_ndcg_at_10": self.validation_ndcg,
             "test": known(asdict(self.vectors)),
             "baselines": [known(asdict(row)) for row in self.baselines],
             "comparison": None if comparison is None else comparison.as_dict(),
@@ -180,7 +180,7 @@ def train_retriever(
 def _choose(
     log: InteractionLog, options: RetrieveOptions, progress: Callable[[TrainingProgress], None]
 ) -> tuple[Settings, float]:
-    """Choose the settings with the best NDCG@10 of unseen items; of equals the first."""
+    """Choose the settings with the best NDCG@10 of what is judged by; of equals the first."""
     targets = sample_targets(log.next_items(), options.validation_users, options.seed)
     found: list[tuple[Settings, float]] = []
     grid = [len(options.windows), len(options.powers), len(options.decays), len(options.priors)]
@@ -191,7 +191,7 @@ def _choose(
             for decay, prior in product(options.decays, options.priors):
                 settings = Settings(window, power, decay, prior)
                 ranks = rank_next_items(log, targets, _scores(log, _joined(log, factors, settings), targets))
-                found.append((settings, ndcg(ranks.unseen, 10) if targets else 0.0))
+                found.append((settings, ndcg(ranks.judged, 10) if targets else 0.0))
                 progress(TrainingProgress("vectors: choose", len(found), math.prod(grid)))
     return max(found, key=lambda one: one[1])
 

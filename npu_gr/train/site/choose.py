@@ -26,7 +26,7 @@ from npu_gr.service.config import load
 from npu_gr.service.service import Service
 from npu_gr.train.cascade import TOP, CascadeChoice, CascadeWay, cascade_ways, choose_way
 from npu_gr.train.data import to_train_on
-from npu_gr.train.next_event import JUDGED_USERS, MISSED, NextEventCase, next_events
+from npu_gr.train.next_event import JUDGED_USERS, MISSED, NextEventCase, hides_seen, next_events
 
 AT_ONCE = 8
 BUDGET_S = 60.0
@@ -76,6 +76,7 @@ async def _choose(
         features=HistoryConfig(kind="none"),
         admission=msgspec.structs.replace(config.admission, enabled=False),  # nobody waits for these answers
     )
+    exclude_seen = hides_seen(cases)
     ways = cascade_ways(list(sources), has_order=True)
     places = {way: np.full(len(cases), MISSED) for way in ways}
     waiting = asyncio.Semaphore(AT_ONCE)
@@ -84,7 +85,7 @@ async def _choose(
 
         async def one(row: int, case: NextEventCase) -> None:
             async with waiting:
-                found = await _asked(service, case, actions, sources, max_candidates)
+                found = await _asked(service, case, actions, sources, max_candidates, exclude_seen=exclude_seen)
             for way in ways:
                 items = found.items(way)
                 if case.target in items:
@@ -126,6 +127,8 @@ async def _asked(
     actions: ActionNames,
     sources: dict[SourceName, int],
     max_candidates: int,
+    *,
+    exclude_seen: bool,
 ) -> _Found:
     """Ask each source alone, then for the scores of all that they found."""
     events = Events.make(case.items, actions.indices(case.actions), case.timestamps)
@@ -135,7 +138,7 @@ async def _asked(
             user=UserKey("", case.user),
             history=HistoryRef(events=events),
             num_items=sum(sources.values()),
-            exclude_seen=True,
+            exclude_seen=exclude_seen,
             unknown_items="drop",
             timestamp=case.happened_at,
             sources=chosen,

@@ -9,6 +9,7 @@ import yaml
 from npu_gr.core import shipped
 from npu_gr.service.config import SLOConfig
 from npu_gr.train.generate.publish import section
+from npu_gr.train.next_command import serve
 from npu_gr.train.site.options import SiteOptions
 from npu_gr.train.site.report import SiteCascade
 
@@ -31,13 +32,13 @@ _COLUMN = 34  # at which comments begin
 
 
 def configuration(
-    site: Path, dataset: Path, options: SiteOptions, cascade: SiteCascade, *, is_evaluated: bool = False
+    site: Path, made_by: str, options: SiteOptions, cascade: SiteCascade, *, is_evaluated: bool = False
 ) -> str:
     """Write the configuration of a site.
 
     Args:
         site: folder, as the command that serves it will name it.
-        dataset: that it was made from.
+        made_by: the command that made it.
         options: of the cascade and of the generator.
         cascade: what a recommend asks, and how it orders.
         is_evaluated: serve the models that were evaluated, which have not seen the newest events.
@@ -48,9 +49,9 @@ def configuration(
     slo = {name: getattr(objectives, name) for name in objectives.__struct_fields__}
     lines = [
         shipped.schema_line().rstrip(),
-        f"# Made by: npu-gr train all {dataset} --out {site}",
+        *(f"# {line}" for line in f"Made by: {made_by}".splitlines()),
         *(_EVALUATED if is_evaluated else ()),
-        f"# Serve it: npu-gr serve --config {site / (EVALUATED if is_evaluated else SERVE)}",
+        f"# Serve it: {serve(site / (EVALUATED if is_evaluated else SERVE))}",
         "# Paths are relative to the folder in which npu-gr starts; npu-gr config reference lists every key.",
         "",
         _line("checkpoint", str(site / "ranker" / own), "folder of the ranker"),

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,17 +68,6 @@ def with_new_item(found: Examples) -> dict[str, Any]:
     times = [found.timestamp + place - len(items) for place in range(len(items))]
     columns = {"items": items, "actions": [*found.actions, found.actions[-1]], "timestamps": times}
     return recommend("somebody-else", found.asked_at, history=columns)
-
-
-def serve(configuration: Path) -> str:
-    """Write the command that serves."""
-    return f"npu-gr serve --config {shlex.quote(str(configuration))}"
-
-
-def curl(path: str, body: dict[str, Any]) -> str:
-    """One command for a shell."""
-    text = shlex.quote(json.dumps(body, ensure_ascii=False))
-    return f"curl -s localhost:8080{path} -H 'content-type: application/json' -d {text}"
 
 
 def _action(log: Interactions, value: float) -> str:

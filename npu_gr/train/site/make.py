@@ -8,6 +8,7 @@ What an earlier or an interrupted run made from the same dataset and the same op
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -24,12 +25,13 @@ from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
 from npu_gr.features.interactions import Interactions
 from npu_gr.service.config import load
+from npu_gr.train.next_command import curl, serve
 from npu_gr.train.progress import training_progress
 from npu_gr.train.site.choose import choose_for_site
 from npu_gr.train.site.configuration import EVALUATED, SERVE, configuration
-from npu_gr.train.site.examples import curl, examples, known_user, serve
+from npu_gr.train.site.examples import examples, known_user
 from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files
-from npu_gr.train.site.options import FULL, SiteOptions, options_for
+from npu_gr.train.site.options import PRESETS, SiteOptions, options_for
 from npu_gr.train.site.parts import PARTS, PartName, train_part
 from npu_gr.train.site.readme import readme
 from npu_gr.train.site.report import PartReport, SiteCascade, SiteReport
@@ -46,7 +48,7 @@ def train_site(
     overrides: Sequence[str],
     num_threads: int,
     console: Console,
-    preset: SiteOptions = FULL,
+    preset: str = "full",
 ) -> SiteReport:
     """Train every model of a site, and write its folder. The history store stays as it is.
 
@@ -56,14 +58,15 @@ def train_site(
         overrides: `section.key=value` of `SiteOptions`.
         num_threads: of all trainings together.
         console: shows progress and figures.
-        preset: whose other values stay.
+        preset: of `PRESETS`, whose other values stay.
 
     Raises:
         ConfigError: an option is wrong, or another process makes this site.
         DataError: the dataset cannot be read or trained on, or the folder cannot be written. What was served stays.
     """
     dataset = read_dataset(data)
-    options = override(options_for(len(dataset.names), preset), overrides)
+    options = override(options_for(len(dataset.names), PRESETS[preset]), overrides)
+    made_by = train_command(data, site, preset, overrides, num_threads)
     with SiteFolder.opened(site) as folder:
         made_from = _digests(data, options)
         parts = _train(folder, data, options, made_from, num_threads, console)
@@ -71,13 +74,20 @@ def train_site(
             for name in PARTS:
                 folder.discard(name)
             raise DataError(f"{data}: was changed while it was trained on; run the command again")
-        report = _finish(folder, data, dataset, options, parts, console)
+        report = _finish(folder, data, made_by, dataset, options, parts, console)
     console.print(report.table())
     for line in report.cascade.words if report.cascade else ():
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     for warning in report.warnings():
         console.print(warning, style="yellow", soft_wrap=True)
     return report
+
+
+def train_command(data: Path, site: Path, preset: str, overrides: Sequence[str], num_threads: int) -> str:
+    """Write the command that makes the same site again, as a shell reads it; arguments as of `train_site`."""
+    sets = [part for text in overrides for part in ("--set", text)]
+    words = ["npu-gr", "train", "all", str(data), "--out", str(site), "--preset", preset]
+    return shlex.join([*words, *sets, "--threads", str(num_threads)])
 
 
 def next_commands(data: Path, site: Path) -> str:
@@ -139,6 +149,7 @@ def _train(
 def _finish(
     folder: SiteFolder,
     data: Path,
+    made_by: str,
     dataset: Dataset,
     options: SiteOptions,
     parts: dict[PartName, PartReport],
@@ -148,9 +159,9 @@ def _finish(
     site = folder.place
     served = folder.report()
     log = dataset.interactions()
-    cascade = _cascade(folder, data, log, options, parts, served)
-    configured = configuration(site, data, options, cascade).encode()
-    evaluated = configuration(site, data, options, cascade, is_evaluated=True).encode()
+    cascade = _cascade(folder, made_by, log, options, parts, served)
+    configured = configuration(site, made_by, options, cascade).encode()
+    evaluated = configuration(site, made_by, options, cascade, is_evaluated=True).encode()
     for name, text in ((SERVE, configured), (EVALUATED, evaluated)):
         load(folder.write(name, text))  # a configuration that cannot be read never gets into service
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
@@ -162,6 +173,7 @@ def _finish(
     report = SiteReport(
         made_at=datetime.now(UTC).isoformat(timespec="seconds"),
         dataset=str(data),
+        made_by=made_by,
         num_events=len(log),
         num_users=len(log.user_names),
         num_items=len(dataset.names),
@@ -178,7 +190,7 @@ def _finish(
 
 def _cascade(
     folder: SiteFolder,
-    data: Path,
+    made_by: str,
     log: Interactions,
     options: SiteOptions,
     parts: dict[PartName, PartReport],
@@ -196,7 +208,7 @@ def _cascade(
     if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
         return served.cascade
     usual = SiteCascade(made_from=made_from, sources={"trunk": options.num_found}, order="fitted")
-    path = folder.write(EVALUATED, configuration(folder.place, data, options, usual, is_evaluated=True).encode())
+    path = folder.write(EVALUATED, configuration(folder.place, made_by, options, usual, is_evaluated=True).encode())
     made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
     own = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
     overrides = [

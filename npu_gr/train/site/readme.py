@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from npu_gr.train.next_command import curl, serve
 from npu_gr.train.site.configuration import EVALUATED, SERVE
-from npu_gr.train.site.examples import COLD_USER, NEW_ITEM, Examples, curl, known_user, recommend, serve, with_new_item
+from npu_gr.train.site.examples import COLD_USER, NEW_ITEM, Examples, known_user, recommend, with_new_item
 from npu_gr.train.site.report import SiteReport
 
 
@@ -28,8 +29,12 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
     as_of = "" if found.asked_at is None else " (`timestamp` asks as of the end of the log; without it: as of now)"
     return f"""# A recommender of {report.num_events:,} events
 
-Made {report.made_at} by `npu-gr train all {report.dataset} --out {site}` from {report.num_events:,} events of
-{report.num_users:,} users with {report.num_items:,} items.
+Made {report.made_at} from {report.num_events:,} events of {report.num_users:,} users with {report.num_items:,} items
+by
+
+```
+{report.made_by}
+```
 
 ## Serve it
 

@@ -14,7 +14,8 @@ from npu_gr.train.paired import BaselineComparison
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
 from npu_gr.train.retrieve.train import RetrieveReport
 
-_NEXT_ITEM = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
+_UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
+_ALL_ITEMS = {"hr_at_10": "HR@10", "ndcg_at_10": "NDCG@10"}
 
 F = TypeVar("F", RankingFigures, RetrievalFigures)
 
@@ -54,6 +55,7 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
 
     made_at: str  # UTC
     dataset: str  # folder
+    made_by: str = ""  # the command; empty = made by an older version
     num_events: int
     num_users: int
     num_items: int
@@ -96,30 +98,37 @@ def warning_of(comparison: BaselineComparison | None) -> str:
     if comparison is None or comparison.is_better:
         return ""
     return (
-        f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the next item. "
-        "More events, more epochs or other settings may help."
+        f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the next item, "
+        f"{comparison.grounds}. More events, more epochs or other settings may help."
     )
 
 
 def ranker_figures(found: Evaluation) -> tuple[Figure, ...]:
     """Compare a ranker with the baselines."""
-    return _compared(found.ranker, found.baselines, {"auc": f"AUC {found.auc_task}", **_NEXT_ITEM})
+    return _compared(found.ranker, found.baselines, {"auc": f"AUC {found.auc_task}"})
 
 
 def generator_figures(found: RetrievalReport) -> tuple[Figure, ...]:
     """Compare a generator with the baselines."""
-    return _compared(found.generator, found.baselines, _NEXT_ITEM)
+    return _compared(found.generator, found.baselines)
 
 
 def vectors_figures(found: RetrieveReport) -> tuple[Figure, ...]:
     """Compare retrieval vectors with the baselines."""
-    return _compared(found.vectors, found.baselines, _NEXT_ITEM)
+    return _compared(found.vectors, found.baselines)
 
 
-def _compared(own: F, baselines: Sequence[F], names: dict[str, str]) -> tuple[Figure, ...]:
-    """Compare figures with those of the best baseline; leave out what one of the two does not have."""
+def _compared(own: F, baselines: Sequence[F], names: dict[str, str] | None = None) -> tuple[Figure, ...]:
+    """Compare figures with those of the best baseline; leave out what one of the two does not have.
+
+    Args:
+        own: figures of the model.
+        baselines: those of the baselines.
+        names: field -> name of figures beside those of the next item.
+    """
     rows = []
-    for field, name in names.items():
+    next_item = _ALL_ITEMS if own.ranks.judges_all else _UNSEEN
+    for field, name in ((names or {}) | next_item).items():
         value = getattr(own, field)
         others = [row for row in baselines if getattr(row, field) == getattr(row, field)]
         if value != value or not others:

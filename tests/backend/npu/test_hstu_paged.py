@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from npu_gr.backend import checks
-from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.calls import BiasTables, HstuCall, HstuShape
 from npu_gr.backend.choose import choose
 from npu_gr.backend.npu import device as npu_device
 from npu_gr.backend.npu.backend import NPUBackend
@@ -57,7 +57,6 @@ def test_the_paged_operator_serves_any_slabs(
     library: Path, npu: FakeRuntime, rows: int, past: list[int], seed: int
 ) -> None:
     backend = backend_with(npu, library)
-    assert backend.hstu_runs_as(is_biased=False) == "mxrec"
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(rows, 2, 16, generator=generator) for _ in range(3))
 
@@ -195,8 +194,19 @@ def test_a_ranker_without_relative_bias_runs_it(library: Path, npu: FakeRuntime)
     (want,) = model(CPU, [segment])
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert not fell, "700 rows go in parts of 512"
-    assert backend.hstu_runs_as(is_biased=False) == "mxrec"
-    assert backend.hstu_runs_as(is_biased=True) == "torch"
+    (want,) = model(backend.running("torch"), [segment])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_the_paged_operator_is_a_way_of_what_it_takes_alone(library: Path, npu: FakeRuntime) -> None:
+    backend = backend_with(npu, library)
+    fits = HstuShape(2, 16, 16, torch.float32, torch.float32, 64, 32, is_joined=False, is_biased=False)
+    assert backend.hstu_ways(fits) == ("mxrec", "torch")
+    for other in ({"is_biased": True}, {"qk_dim": 24}, {"v_dim": 32}, {"num_heads": 17}, {"dtype": torch.float64}):
+        assert backend.hstu_ways(fits._replace(**other)) == ("torch",)
+    assert backend.running("mxrec").ops["hstu_attention"] == "mxrec"
+    assert backend.running("mxrec")._paged is backend._paged
+    assert backend.running("torch")._paged is None
 
 
 def test_the_doctor_checks_the_library(

@@ -19,6 +19,7 @@ BODIES = [*OF_KINDS, CatalogueItemsBody, RecordOrder]
 # columns by the setting that bounds them; a new one belongs here
 SETTINGS = {
     "max_candidates": {"candidates", "allow_items", "deny_items"},
+    "max_feature_values": {"features", "cross"},
     "max_history_events": {"items", "actions", "timestamps", "withdraw", "restore"},
 }
 
@@ -37,7 +38,7 @@ def unbounded(kind: inspect.Type, at: str, limit: str | None = None) -> Iterator
         if kind.max_length is None:
             yield at
         yield from unbounded(kind.key_type, f"{at}.key")
-        yield from unbounded(kind.value_type, f"{at}.value")
+        yield from unbounded(kind.value_type, f"{at}.value", limit)
     elif isinstance(kind, inspect.ListType):
         if kind.max_length is None and limit is None:
             yield at

@@ -15,6 +15,7 @@ from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.generate.codes import (
     SHORTEST,
     SMOOTHING,
+    ItemCodes,
     _largest,
     _neighbour_vectors,
     item_vectors,
@@ -52,6 +53,30 @@ def test_every_item_has_an_id_of_its_own_whatever_collides(code_count: tuple[int
     assert found.num_moved >= 69
     other = residual_codes(rows, code_count, np.arange(200), 0)
     assert np.array_equal(found.sids, other.sids)
+
+
+def test_the_means_of_codes_are_what_they_stand_for() -> None:
+    """A vector that is a sum of a centre a level is the sum of its codes' means; an unused code stands for nothing."""
+    random = np.random.default_rng(0)
+    first, second = random.normal(size=(4, 8)).astype(np.float32), random.normal(size=(5, 8)).astype(np.float32)
+    second -= second.mean(0)
+    sids = np.stack(np.meshgrid(range(4), range(5), indexing="ij"), -1).reshape(-1, 2).astype(np.int32)
+    codes = ItemCodes(sids, (6, 5))
+    means = codes.means(first[sids[:, 0]] + second[sids[:, 1]])
+    np.testing.assert_allclose(means[0][:4], first, atol=1e-6)
+    np.testing.assert_allclose(means[1], second, atol=1e-6)
+    assert not means[0][4:].any()
+
+
+def test_codes_say_how_even_they_are() -> None:
+    even = ItemCodes(np.array([[0, 0], [0, 1], [1, 0], [1, 1]], np.int32), (2, 2))
+    assert even.balance() == [1.0, 1.0]
+    assert even.beginnings() == [2, 4]
+    lopsided = ItemCodes(np.array([[0, 0], [0, 1], [0, 2], [0, 3]], np.int32), (4, 4))
+    assert lopsided.balance() == [0.0, 1.0]
+    assert lopsided.text() == "codes: 4 x 4, balance 0.00, 1.00; different beginnings 1, 4, ready-made"
+    made = residual_codes(np.zeros((5, 2), np.float32), (2, 4), np.arange(5), 0)
+    assert "4 items collided and got other codes" in made.text()
 
 
 def test_ids_suffice_to_the_last_one_and_one_fewer_is_refused() -> None:

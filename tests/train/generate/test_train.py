@@ -21,8 +21,16 @@ from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Markov, Popularity
 from npu_gr.train.data import NextItem, Window, batches, build_log
 from npu_gr.train.generate.causal import encode, next_logits
+from npu_gr.train.generate.codes import item_vectors
 from npu_gr.train.generate.retrieval import GeneratorJudge, RetrievalFigures, baseline_figures
-from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator, _loss, train_generator
+from npu_gr.train.generate.train import (
+    GenerateOptions,
+    TrainedGenerator,
+    _epochs,
+    _loss,
+    _new_model,
+    train_generator,
+)
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks
 from npu_gr.train.rank.evaluate import evaluate_baseline
 from npu_gr.train.steps import TrainingProgress
@@ -53,6 +61,35 @@ def trained() -> TrainedGenerator:
     return train_generator(planted(), [], TINY)
 
 
+def test_codes_may_start_where_their_items_stand(trained: TrainedGenerator) -> None:
+    """The mean start of a level's codes is as long as was asked for, and codes stand as the means of their items do."""
+    log, codes = trained.log, trained.codes
+    options = msgspec.structs.replace(TINY, code_length=0.5)
+    moved = _new_model(log, codes, options).embedding.weight - _new_model(log, codes, TINY).embedding.weight
+    means = codes.means(item_vectors(log, [], TINY.vector_dim, TINY.company_window, TINY.seed))
+    for level, (start, want) in enumerate(zip(moved.detach().split(codes.code_count), means, strict=True)):
+        lengths = start.norm(dim=1)
+        assert lengths[lengths > 1e-6].mean().item() == pytest.approx(0.5, rel=1e-4), level
+        assert not start[:, TINY.vector_dim :].any()
+        same = torch.cosine_similarity(start[:, : TINY.vector_dim], torch.from_numpy(want))
+        assert same[lengths > 1e-6].min() > 0.999
+
+
+def test_epochs_vary_the_log_and_repeat_bit_for_bit(trained: TrainedGenerator) -> None:
+    log, codes = trained.log, trained.codes
+
+    def weights(**changes: Any) -> torch.Tensor:
+        options = msgspec.structs.replace(ONE, **changes)
+        steps = _epochs(_new_model(log, codes, options), log, codes, options, "train", lambda _: None)
+        (averaged,) = (model for _, model in steps)
+        return averaged.embedding.weight
+
+    varied = {"skip_ratio": 0.2, "swap_ratio": 0.2}
+    assert torch.equal(weights(**varied), weights(**varied))
+    assert not torch.equal(weights(**varied), weights())
+    assert trained.report.text().startswith("codes: 6 x 6, balance ")
+
+
 def test_the_generator_learns_the_rule(trained: TrainedGenerator) -> None:
     report = trained.report
     popularity, markov, *_ = report.baselines
@@ -80,7 +117,7 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGene
         ranks_unseen.append(sum(better[item] for item in range(NUM_ITEMS) if item not in history))
     judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
     found = judge.judge(model, log, log.next_items(), unseen=True)
-    found_ranks = NextItemRanks(np.array(ranks, float), np.array(ranks_unseen, float))
+    found_ranks = NextItemRanks(np.array(ranks, float), np.array(ranks_unseen, float), np.zeros(len(ranks), np.bool_))
     assert found == RetrievalFigures.from_ranks(found_ranks, invalid_ratio=0.0)
     assert found == trained.report.generator
     assert found.hr_at_10 == np.mean([rank < 10 for rank in ranks])
@@ -112,7 +149,9 @@ def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator
 
 
 def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
-    figures = RetrievalFigures.from_ranks(NextItemRanks(np.array([0, 9, 10, 49, 50, np.inf]), np.empty(0)))
+    figures = RetrievalFigures.from_ranks(
+        NextItemRanks(np.array([0, 9, 10, 49, 50, np.inf]), np.empty(0), np.zeros(6, np.bool_))
+    )
     assert (figures.hr_at_10, figures.hr_at_50, figures.num_users) == (2 / 6, 4 / 6, 6)
     assert math.isclose(figures.interval, 1.96 * math.sqrt(1 / 3 * 2 / 3 / 6))
     assert math.isnan(RetrievalFigures.from_ranks(NO_RANKS).hr_at_10)

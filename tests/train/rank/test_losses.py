@@ -15,6 +15,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import Batch, InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import Retrieved, batch_loss, draw_candidates, retrieve
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.tasks import CLICK, LIKE, make_labels
@@ -120,7 +121,9 @@ def test_a_window_that_had_every_item_has_a_finite_loss(model: HSTU, log: Intera
     labels = make_labels(log, (CLICK, LIKE))
     auxiliary = nn.Linear(16, labels.auxiliary.shape[1])
     for options in (OPTIONS, LARGE):
-        assert math.isfinite(batch_loss(model, auxiliary, full, labels, options, with_click=True))
+        assert math.isfinite(
+            batch_loss(model, auxiliary, LogInputs(log, model), full, labels, options, with_click=True)
+        )
 
 
 def test_padding_changes_no_loss(model: HSTU, log: InteractionLog, batch: Batch) -> None:
@@ -132,7 +135,10 @@ def test_padding_changes_no_loss(model: HSTU, log: InteractionLog, batch: Batch)
     padded = Batch(**one)
     bare = Batch(**{name: tensor[:, :length] for name, tensor in one.items()})
     assert length < batch.items.shape[1]
-    losses = [batch_loss(model, auxiliary, part, labels, OPTIONS, with_click=False) for part in (padded, bare)]
+    losses = [
+        batch_loss(model, auxiliary, LogInputs(log, model), part, labels, OPTIONS, with_click=False)
+        for part in (padded, bare)
+    ]
     torch.testing.assert_close(*losses)
 
 
@@ -141,7 +147,7 @@ def test_a_ranker_without_values_learns_the_next_item_alone(log: InteractionLog)
     model = new_model(alone, [], (CLICK,), OPTIONS)
     labels = make_labels(alone, (CLICK,))
     part = next(batches(alone, windows(alone, 12, np.random.default_rng(0)), 96))
-    loss = batch_loss(model, nn.Linear(16, 1), part, labels, OPTIONS, with_click=True)
+    loss = batch_loss(model, nn.Linear(16, 1), LogInputs(alone, model), part, labels, OPTIONS, with_click=True)
     loss.backward()
     assert model.next_item.grad is not None
     assert model.next_item.grad.abs().sum() > 0

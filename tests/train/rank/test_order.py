@@ -14,6 +14,7 @@ from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank import order as module
 from npu_gr.train.rank.fit import new_model
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import RETRIEVAL_ALONE, ItemList, ListSizes, count_transitions, fit_order, retrieved_lists
 from npu_gr.train.rank.tasks import CLICK, LIKE
@@ -109,7 +110,9 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(log: In
     model.freeze_items()
     counted = count_transitions(log, "click")
     targets = log.next_items()[:3]
-    for target, found in zip(targets, retrieved_lists(log, model, counted, targets, ListSizes(5, 3)), strict=True):
+    for target, found in zip(
+        targets, retrieved_lists(LogInputs(log, model), model, counted, targets, ListSizes(5, 3)), strict=True
+    ):
         history = log.items[log.starts[target.user] : target.event]
         u = answer(model, log, target, np.array([NUM_ITEMS]), is_next=True)[0]
         retrieval = (model.item_vectors() @ u).numpy()

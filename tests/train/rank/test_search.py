@@ -14,6 +14,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import NextItem, build_log
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.fit import Fitted, GivesUp, new_model
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.search import BEHIND, changes, search
 from npu_gr.train.rank.tasks import CLICK, LIKE, make_labels
@@ -98,8 +99,8 @@ def test_the_likelihood_is_that_of_the_definition() -> None:
     model.freeze_items()
     labels = make_labels(log, (CLICK, LIKE))
     targets = [log.next_items()[4], NextItem(7, int(log.starts[7]) + 2)]
-    found = next_item_likelihood(log, model, targets)
-    both = event_likelihood(log, model, targets, labels)
+    found = next_item_likelihood(LogInputs(log, model), model, targets)
+    both = event_likelihood(LogInputs(log, model), model, targets, labels)
 
     for place, target in enumerate(targets):
         own = int(log.items[target.event])

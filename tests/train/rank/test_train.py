@@ -19,6 +19,7 @@ from npu_gr.model.hstu import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import build_log
 from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.tasks import Task
 from npu_gr.train.rank.train import train_rank
@@ -158,7 +159,7 @@ def test_judged_logits_are_what_the_server_answers_even_for_over_long_histories(
     options = msgspec.structs.replace(TINY, split="time", max_history_tokens=64)
     checkpoint, _ = train_rank(planted(), GENRES, options)
     log = build_log(planted(), GENRES, "time")
-    got = judged_logits(log, checkpoint.model, 1)
+    got = judged_logits(LogInputs(log, checkpoint.model), checkpoint.model, 1)
     for place, event in enumerate(np.flatnonzero(~log.trained)[:40]):
         history = slice(log.starts[log.users[event]], event)
         segment = Segment(

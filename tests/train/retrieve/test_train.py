@@ -88,7 +88,7 @@ def test_a_new_event_moves_the_user_as_the_training_would_have(evaluated: Traine
         assert query.history.tolist() == events
         assert set(query.hidden) == {*own.tolist(), 17}
     want = (weights / weights.sum()) @ folding.states[0][[*own, 17]] / 2
-    np.testing.assert_allclose(folding.vector(-1, np.array([*own, 17])), want, rtol=1e-5)
+    np.testing.assert_allclose(folding.vector(-1, np.array([*own, 17])), want, rtol=1e-5, atol=1e-8)
     # The same items in another order are another history.
     back = matcher.search_for(UserKey("", "u3"), 5, True, None, None, log.item_ids[own[::-1]])
     assert back.basis is Basis.FOLDED

@@ -63,8 +63,9 @@ def test_of_too_few_users_nothing_is_chosen(log: Interactions, configuration: Pa
     assert choose.choose_for_site(configuration, [], log, SOURCES, NUM_CHOOSERS - 1) is None
 
 
+@pytest.mark.parametrize("exclude_seen", [True, False])
 def test_every_way_is_judged_by_what_the_cascade_answers(
-    log: Interactions, configuration: Path, monkeypatch: pytest.MonkeyPatch
+    log: Interactions, configuration: Path, monkeypatch: pytest.MonkeyPatch, exclude_seen: bool
 ) -> None:
     judged: dict[CascadeWay, F64] = {}
 
@@ -73,6 +74,7 @@ def test_every_way_is_judged_by_what_the_cascade_answers(
         return choose_way(places, configured)
 
     monkeypatch.setattr(choose, "choose_way", kept)
+    monkeypatch.setattr(choose, "hides_seen", lambda _cases: exclude_seen)
     choice = choose.choose_for_site(configuration, [], log, SOURCES, NUM_CHOOSERS)
     assert choice is not None
     assert choice.num_users == NUM_CHOOSERS // 2
@@ -80,11 +82,13 @@ def test_every_way_is_judged_by_what_the_cascade_answers(
     judges = {case.user for case in next_events(log, known, NUM_JUDGES)}
     choosers = [case for case in next_events(log, known) if case.user not in judges]
     assert {way.order for way in judged} == {"retrieval", "fitted", "rank", "fused"}
-    for way, places in asyncio.run(answered(configuration, choosers, [*judged])).items():
+    for way, places in asyncio.run(answered(configuration, choosers, [*judged], exclude_seen)).items():
         np.testing.assert_array_equal(judged[way], places, err_msg=way.name)
 
 
-async def answered(path: Path, cases: Sequence[NextEventCase], ways: Sequence[CascadeWay]) -> dict[CascadeWay, F64]:
+async def answered(
+    path: Path, cases: Sequence[NextEventCase], ways: Sequence[CascadeWay], exclude_seen: bool
+) -> dict[CascadeWay, F64]:
     """Ask the served cascade every way: the place of each next item."""
     found = {way: np.full(len(cases), MISSED) for way in ways}
     async with instance(load(path)) as (_, service):
@@ -96,7 +100,7 @@ async def answered(path: Path, cases: Sequence[NextEventCase], ways: Sequence[Ca
                     user=UserKey("", case.user),
                     history=HistoryRef(events=events),
                     num_items=TOP,
-                    exclude_seen=True,
+                    exclude_seen=exclude_seen,
                     timestamp=case.happened_at,
                     sources=way.sources,
                     order=way.order,

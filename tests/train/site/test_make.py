@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,31 @@ def test_a_site_is_whole(tmp_path: Path, trainings: Trainings) -> None:
     serve, curl, _ = make.next_commands(site / "data", site).splitlines()
     assert serve == f"serve with: npu-gr serve --config {site / 'serve.yaml'}"
     assert curl.startswith("curl -s localhost:8080/v1/recommend ")
+
+
+def test_the_command_that_made_it_is_whole_and_a_shell_reads_it(tmp_path: Path, trainings: Trainings) -> None:
+    """Every option that decides the site, and paths and values that need quotes: also one of two lines."""
+    folder = tmp_path / "it's a log"
+    folder.mkdir()
+    data, site = dataset(folder), folder / "site"
+    overrides = ("rank.name=a 'b'\n`c`", "num_matched=50")
+    console = Console(file=io.StringIO())
+    make.train_site(data, site, overrides, 3, console, "quick")
+    want = ["npu-gr", "train", "all", str(data), "--out", str(site), "--preset", "quick"]
+    want += ["--set", overrides[0], "--set", overrides[1], "--threads", "3"]
+    report = json.loads((site / "report.json").read_text())
+    assert shlex.split(report["made_by"]) == want
+    page = (site / "README.md").read_text()
+    assert f"\n```\n{report['made_by']}\n```\n" in page
+    assert f"\nnpu-gr serve --config {shlex.quote(str(site / 'serve.yaml'))}\n" in page
+    for name in ("serve.yaml", "evaluated.yaml"):
+        assert load(site / name).match is not None
+        comments = "\n".join(
+            line.removeprefix("# ") for line in (site / name).read_text().partition("\n\n")[0].splitlines()
+        )
+        made_by = comments.partition("Made by: ")[2].partition("\nThe models")[0].partition("\nServe it: ")[0]
+        assert shlex.split(made_by) == want
+        assert f"\nServe it: npu-gr serve --config {shlex.quote(str(site / name))}\n" in comments
 
 
 def test_the_cascade_is_chosen_once_by_the_evaluated_models(tmp_path: Path, trainings: Trainings) -> None:

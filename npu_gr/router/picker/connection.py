@@ -1,0 +1,371 @@
+"""One connection of a gateway: HTTP/2 with gRPC's calls in it, as much of both as a picker needs.
+
+A gateway opens a call for every request and waits for its answer before the request goes on, so what a call costs is
+added to every request. `grpcio` hands each call from thread to thread several times; the event loop that has all the
+router's state answers here in a third of that time (`npu-gr bench router`). HPACK is the library `hpack`. We announce
+a header table of 0 bytes: from then on a block of headers means the same whenever it comes, and is decoded once.
+
+Invariants:
+  G1  a call is told of its end exactly once, however it ended
+  G2  nothing is sent over a window of the caller; what waits for it is bounded by what the caller has sent
+  G3  what the caller may send is bounded: streams, headers, a message, and with `limits.max_kept_bytes` all messages
+
+Source: RFC 9113 (HTTP/2), RFC 7541 (HPACK), gRPC over HTTP/2. Every error of the caller's ends the connection with its
+code; errors that concern one call end that call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import cast
+
+from npu_gr.access.tls_listener import bound_read_ahead
+from npu_gr.router.answers import Refused
+from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks, RequestBlock
+from npu_gr.router.picker.frames import (
+    FIRST_WINDOW_BYTES,
+    FRAME_BYTES,
+    HEAD,
+    MAX_WINDOW_BYTES,
+    PREFACE,
+    SETTING,
+    U32,
+    BrokenHttp2,
+    Code,
+    Flag,
+    Http2Setting,
+    Type,
+    frame,
+    settings,
+    unpadded,
+    window_update,
+)
+from npu_gr.router.picker.streams import PREFIX_BYTES, CallStatus, PickerCall, PickerStream
+from npu_gr.router.router import Router
+
+log = logging.getLogger(__name__)
+OpenCall = Callable[
+    [bytes, PickerStream], PickerCall | None
+]  # path, and what to answer on; None: there is no such method
+STREAM_WINDOW_BYTES = 1 << 20  # that a caller may send of one call before we say that it may go on
+_CONNECTION_WINDOW_BYTES = 1 << 24
+_MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
+
+
+class GrpcConnection(asyncio.Protocol):
+    """Implements `Sweepable` and `PickerWire`."""
+
+    def __init__(self, router: Router, open_call: OpenCall) -> None:
+        self.send_window = FIRST_WINDOW_BYTES
+        self.frame_bytes = FRAME_BYTES
+        self._router = router
+        self._open_call = open_call
+        self._max_message_bytes = router.config.limits.max_body_bytes + _MESSAGE_OVERHEAD_BYTES
+        self._transport: asyncio.Transport | None = None
+        self._streams: dict[int, PickerStream] = {}
+        self._buffer = bytearray()
+        self._out: list[bytes] = []
+        self._is_reading = False  # what is written waits until everything that has arrived is read
+        self._has_preface = False
+        self._has_settings = False  # of the caller
+        self._stream_window = FIRST_WINDOW_BYTES  # of a new stream of ours, as the caller has set it
+        self._last_stream = 0
+        self._says_goodbye = False  # GOAWAY is sent
+        self._unacknowledged_bytes = 0
+        self._blocks = HeaderBlocks()
+
+    # ---- what the transport calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Announce our settings; over the limit of connections, end."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        bound_read_ahead(transport)
+        ours = {
+            Http2Setting.HEADER_TABLE_SIZE: 0,
+            Http2Setting.MAX_CONCURRENT_STREAMS: self._router.config.limits.max_inflight,
+            Http2Setting.INITIAL_WINDOW_SIZE: STREAM_WINDOW_BYTES,
+            Http2Setting.MAX_HEADER_LIST_SIZE: MAX_BLOCK_BYTES,
+        }
+        self.write(settings(ours) + window_update(0, _CONNECTION_WINDOW_BYTES - FIRST_WINDOW_BYTES))
+        if not self._router.connections.add(self):
+            self._router.metrics.refused_connections.add()
+            self.end()
+
+    def data_received(self, data: bytes) -> None:
+        """Read frames, and write what the calls have answered."""
+        self._buffer += data
+        self._is_reading = True
+        try:
+            self._read()
+        except BrokenHttp2 as error:
+            log.debug("a gateway's connection ends: %s", error)
+            self._is_reading = False  # what is written after `close` is lost
+            self._goodbye(error.code)
+            if self._transport is not None:
+                self._transport.close()
+        finally:
+            self._is_reading = False
+            self._flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End all calls."""
+        self._router.connections.remove(self)
+        self._transport = None
+        for stream in list(self._streams.values()):
+            self._drop(stream)
+
+    def pause_writing(self) -> None:
+        """Read nothing while the caller does not: all that we send answers what we have read."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Read on."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    # ---- what the router calls
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no call."""
+        return not self._streams
+
+    def sweep(self, now_at: float) -> None:
+        """Tell the caller that its next call belongs elsewhere, if the router leaves."""
+        if self._router.is_leaving:
+            self._goodbye(Code.NO_ERROR)
+            self._close_if_done()
+
+    def end(self) -> None:
+        """Close after what was written."""
+        self._goodbye(Code.NO_ERROR)
+        if self._transport is not None:
+            self._transport.close()
+
+    # ---- what the streams call
+
+    def write(self, data: bytes) -> None:
+        """Send frames; while something is read, together with all others that it causes."""
+        self._out.append(data)
+        if not self._is_reading:
+            self._flush()
+
+    def ended(self, stream: PickerStream) -> None:
+        """Forget a stream that has sent its last frame."""
+        if not stream.is_half_closed:  # the caller may stop sending
+            self.write(frame(Type.RST_STREAM, 0, stream.number, U32.pack(Code.NO_ERROR)))
+        self._drop(stream)
+        self._close_if_done()
+
+    def _flush(self) -> None:
+        if self._out and self._transport is not None:
+            data = b"".join(self._out)
+            self._out.clear()
+            self._transport.write(data)
+
+    def _goodbye(self, code: Code) -> None:
+        if not self._says_goodbye:
+            self._says_goodbye = True
+            self.write(frame(Type.GOAWAY, 0, 0, U32.pack(self._last_stream) + U32.pack(code)))
+
+    def _close_if_done(self) -> None:
+        if self._says_goodbye and not self._streams and self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    def _drop(self, stream: PickerStream) -> None:
+        """Forget a stream, and tell its call (G1)."""
+        if self._streams.pop(stream.number, None) is None:
+            return
+        self._router.kept.give_back(stream.num_counted)
+        stream.num_counted = 0
+        call, stream.call = stream.call, None
+        if call is not None:
+            call.dropped()
+
+    # ---- reading
+
+    def _read(self) -> None:
+        buffer = self._buffer
+        if not self._has_preface:
+            if not PREFACE.startswith(buffer[: len(PREFACE)]):
+                raise BrokenHttp2(Code.PROTOCOL_ERROR, "no HTTP/2")
+            if len(buffer) < len(PREFACE):
+                return
+            self._has_preface = True
+            del buffer[: len(PREFACE)]
+        at = 0
+        while len(buffer) - at >= HEAD.size and not (self._transport is None or self._transport.is_closing()):
+            high, low, kind, flags, number = HEAD.unpack_from(buffer, at)
+            length = high << 16 | low
+            if length > FRAME_BYTES:
+                raise BrokenHttp2(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes, limit {FRAME_BYTES}")
+            end = at + HEAD.size + length
+            if len(buffer) < end:
+                break
+            self._frame(kind, flags, number & 0x7FFF_FFFF, bytes(buffer[at + HEAD.size : end]))
+            at = end
+        del buffer[:at]
+
+    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if not self._has_settings and (kind != Type.SETTINGS or flags & Flag.ACK):
+            raise BrokenHttp2(Code.PROTOCOL_ERROR, "the first frame is no SETTINGS")
+        if self._blocks.is_open and kind != Type.CONTINUATION:
+            raise BrokenHttp2(Code.PROTOCOL_ERROR, "a frame inside a block of headers")
+        if kind == Type.DATA:
+            self._on_data(number, flags, payload)
+        elif kind == Type.HEADERS:
+            self._on_block(self._blocks.begin(number, flags, payload))
+        elif kind == Type.CONTINUATION:
+            self._on_block(self._blocks.go_on(number, flags, payload))
+        elif kind == Type.RST_STREAM:
+            if len(payload) != U32.size:
+                raise BrokenHttp2(Code.FRAME_SIZE_ERROR, "RST_STREAM has 4 bytes")
+            if number > self._last_stream or not number:
+                raise BrokenHttp2(Code.PROTOCOL_ERROR, "RST_STREAM of a stream that never was")
+            if (stream := self._streams.get(number)) is not None:
+                self._drop(stream)
+                self._close_if_done()
+        elif kind == Type.SETTINGS:
+            self._on_settings(number, flags, payload)
+        elif kind == Type.PING:
+            if number or len(payload) != 8:
+                raise BrokenHttp2(Code.FRAME_SIZE_ERROR, "PING has 8 bytes and no stream")
+            if not flags & Flag.ACK:
+                self.write(frame(Type.PING, Flag.ACK, 0, payload))
+        elif kind == Type.WINDOW_UPDATE:
+            self._on_window_update(number, payload)
+        elif kind == Type.PUSH_PROMISE:
+            raise BrokenHttp2(Code.PROTOCOL_ERROR, "callers promise nothing")
+        # GOAWAY: the caller opens no more streams. PRIORITY, and what we do not know, mean nothing here.
+
+    def _on_data(self, number: int, flags: int, payload: bytes) -> None:
+        size = len(payload)
+        self._unacknowledged_bytes += size
+        if self._unacknowledged_bytes > _CONNECTION_WINDOW_BYTES // 2:
+            self.write(window_update(0, self._unacknowledged_bytes))
+            self._unacknowledged_bytes = 0
+        stream = self._streams.get(number)
+        if stream is None:
+            if number > self._last_stream or not number:
+                raise BrokenHttp2(Code.PROTOCOL_ERROR, "DATA of a stream that never was")
+            return  # it ended here while this was on its way
+        if stream.is_half_closed:
+            raise BrokenHttp2(Code.STREAM_CLOSED, "DATA after the end of a stream")
+        stream.unacknowledged_bytes += size
+        if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES:
+            raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "DATA over the window of a stream")
+        if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES // 2 and not flags & Flag.END_STREAM:
+            self.write(window_update(number, stream.unacknowledged_bytes))
+            stream.unacknowledged_bytes = 0
+        stream.buffer += unpadded(payload, flags)
+        self._deliver(stream)
+        if flags & Flag.END_STREAM:
+            self._half_close(stream)
+
+    def _deliver(self, stream: PickerStream) -> None:
+        """Pass whole messages on; of the one that has begun, count the bytes before they come (G3)."""
+        for message in stream.messages():
+            self._router.kept.give_back(stream.num_counted)
+            stream.num_counted = 0
+            if stream.call is None:
+                return
+            stream.call.received(message)
+            if stream.num_pending > 2 * self._max_message_bytes:
+                self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
+        if stream.call is None or len(stream.buffer) < PREFIX_BYTES or stream.num_counted:
+            return
+        num_bytes = stream.announced_bytes
+        if stream.buffer[0]:
+            self._refuse(stream, CallStatus.UNIMPLEMENTED, "compressed messages are not read here")
+        elif num_bytes > self._max_message_bytes:
+            text = f"a message of {num_bytes} bytes, limit {self._max_message_bytes}"
+            self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, text)
+        else:
+            try:
+                self._router.kept.take(num_bytes)
+                stream.num_counted = num_bytes
+            except Refused as error:
+                self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, str(error))
+
+    def _refuse(self, stream: PickerStream, status: CallStatus, text: str) -> None:
+        """End a call for what its caller does; one that cannot be told is cut off."""
+        stream.end(status, text)
+        if stream.number in self._streams:
+            self.write(frame(Type.RST_STREAM, 0, stream.number, U32.pack(Code.ENHANCE_YOUR_CALM)))
+            self._drop(stream)
+
+    def _half_close(self, stream: PickerStream) -> None:
+        stream.is_half_closed = True
+        if stream.call is not None:
+            stream.call.half_closed()
+
+    def _on_block(self, block: RequestBlock | None) -> None:
+        """Open a stream, or end the caller's side of one. None: the block goes on."""
+        if block is None:
+            return
+        number = block.stream
+        stream = self._streams.get(number)
+        if stream is not None:  # trailers
+            if not block.ends_stream or stream.is_half_closed:
+                raise BrokenHttp2(Code.PROTOCOL_ERROR, "headers in the middle of a stream")
+            self._half_close(stream)
+            return
+        if number <= self._last_stream:
+            return  # trailers of a stream that ended here while they were on their way
+        if not number % 2:
+            raise BrokenHttp2(Code.PROTOCOL_ERROR, "an even stream belongs to the server")
+        self._last_stream = number
+        if self._says_goodbye or len(self._streams) >= self._router.config.limits.max_inflight:
+            self.write(frame(Type.RST_STREAM, 0, number, U32.pack(Code.REFUSED_STREAM)))
+            return
+        stream = PickerStream(self, number, self._stream_window)
+        self._streams[number] = stream
+        stream.call = self._open_call(block.path, stream)
+        if stream.call is None:
+            stream.is_half_closed = block.ends_stream
+            stream.end(CallStatus.UNIMPLEMENTED, "there is no such method")
+        elif block.ends_stream:
+            self._half_close(stream)
+
+    def _on_settings(self, number: int, flags: int, payload: bytes) -> None:
+        if number or len(payload) % SETTING.size or (flags & Flag.ACK and payload):
+            raise BrokenHttp2(Code.FRAME_SIZE_ERROR, "SETTINGS of a stream, or of a wrong length")
+        if flags & Flag.ACK:
+            self._blocks.without_table()
+            return
+        self._has_settings = True
+        for name, value in SETTING.iter_unpack(payload):
+            if name == Http2Setting.INITIAL_WINDOW_SIZE:
+                if value > MAX_WINDOW_BYTES:
+                    raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31 - 1")
+                for stream in self._streams.values():
+                    stream.send_window += value - self._stream_window
+                self._stream_window = value
+            elif name == Http2Setting.MAX_FRAME_SIZE:
+                self.frame_bytes = max(FRAME_BYTES, min(value, 1 << 20))
+        self.write(frame(Type.SETTINGS, Flag.ACK, 0))
+        self._send_waiting()
+
+    def _on_window_update(self, number: int, payload: bytes) -> None:
+        if len(payload) != U32.size:
+            raise BrokenHttp2(Code.FRAME_SIZE_ERROR, "WINDOW_UPDATE has 4 bytes")
+        more = U32.unpack(payload)[0] & 0x7FFF_FFFF
+        stream = self._streams.get(number)
+        if number > self._last_stream or not more:
+            raise BrokenHttp2(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of nothing")
+        if not number:
+            self.send_window += more
+        elif stream is not None:
+            stream.send_window += more
+        if max(self.send_window, stream.send_window if stream else 0) > MAX_WINDOW_BYTES:
+            raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        for stream in list(self._streams.values()):
+            if stream.num_pending:
+                stream.flush()

@@ -1,0 +1,405 @@
+"""A kind as a model of the Open Inference Protocol: its inputs and outputs are the fields of its body and its answer.
+
+    column of a body                INT64, or what else it may be: [-1]
+    single value                    [1], or a parameter of the request
+    list of texts                   BYTES [-1]
+    anything else                   BYTES [1] that holds the JSON of /v1, or a parameter that does
+
+    column of an answer             its datatype: [-1]; a map of columns is one output each, `scores.click`
+    column of items                 also their names, as BYTES: `items.names`
+    list of texts                   BYTES [-1]
+    single value, or anything else  a parameter of the answer
+
+A field within another one is named by its path, as in errors: `history.items`. Derived from the Structs of the codec,
+so that a kind needs nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import inspect
+
+from npu_gr.core.arrays import I64
+from npu_gr.core.errors import NotFound, Unprocessable
+from npu_gr.core.kinds import KINDS, Kind
+from npu_gr.core.words import cut, near, quoted
+from npu_gr.server.codec import CODECS
+from npu_gr.server.codec.base import Codec, Shown
+from npu_gr.server.codec.bulk import LOOSE_BYTES, parts
+from npu_gr.server.codec.fields import MOST_NAMES
+from npu_gr.server.codec.media import MSGPACK, convert
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.oip.tensors import BYTES, DTYPES, Tensor, check_shape, one_of, raw_of, texts_of
+from npu_gr.server.service_protocol import ServiceProtocol
+
+Parameter = bool | int | float | str
+TIMEOUT = "timeout"  # a parameter of a request: microseconds that the caller waits, as Triton's clients send them
+NAMES = ".names"  # behind a column of items: the output that names them
+
+
+class Form(Enum):
+    """What an input holds."""
+
+    COLUMN = auto()
+    ONE = auto()
+    TEXTS = auto()
+    JSON = auto()
+
+
+class Input(NamedTuple):
+    """A field of the body."""
+
+    name: str  # its path
+    form: Form
+    datatypes: tuple[str, ...]  # that it takes; metadata name the first
+    limit: str | int  # setting of section `server`, or elements at most
+    is_needed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As metadata have it; -1 = any number."""
+        return (1,) if self.form in (Form.ONE, Form.JSON) else (-1,)
+
+
+class Output(NamedTuple):
+    """An output in metadata."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+class InferRequest(NamedTuple):
+    """An infer, of whichever transport."""
+
+    id: str
+    inputs: list[Tensor]
+    parameters: dict[str, Parameter]
+    outputs: tuple[str, ...]  # that are wanted; () = all
+
+
+class InferAnswer(NamedTuple):
+    """The answer of an infer."""
+
+    version: str
+    parameters: dict[str, Parameter]
+    outputs: list[Tensor]
+
+
+def waits_until(infer: InferRequest, arrived_at: float, until_at: float, max_s: float, *, is_named: bool) -> float:
+    """Find when the caller of an infer gives up, by its parameter `timeout` too.
+
+    Args:
+        infer: as it was read; a `timeout` of 0 is none.
+        arrived_at: the infer.
+        until_at: what is known without the parameter.
+        max_s: at most, from its arrival.
+        is_named: the caller named `until_at`, so that the parameter cannot be later; else it was the default.
+
+    Raises:
+        Unprocessable: the parameter is no whole number of microseconds.
+    """
+    value = infer.parameters.get(TIMEOUT, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise Unprocessable(f"parameter {TIMEOUT}: {quoted(value)}; takes whole microseconds")
+    if not value:
+        return until_at
+    own_at = arrived_at + min(value * 1e-6, max_s)
+    return min(own_at, until_at) if is_named else own_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One kind."""
+
+    kind: Kind[Any, Any]
+    codec: Codec[Any, Any, Any]
+    inputs: Mapping[str, Input]
+    version_field: str | None  # of the body, that names a version
+
+    # ---- metadata
+
+    def outputs(self, tasks: tuple[str, ...]) -> list[Output]:
+        """List what an answer may have.
+
+        Args:
+            tasks: of the ranker.
+        """
+        listed: list[Output] = []
+        for field in msgspec.structs.fields(self.codec.answer):  # type: ignore[arg-type]
+            datatype, is_map = _output_type(field.type)
+            if datatype is None:
+                continue
+            shape = (-1, -1) if field.name in _WIDTHS else (-1,)
+            names = [f"{field.name}.{task}" for task in tasks] if is_map else [field.name]
+            listed += [Output(name, datatype, shape) for name in names]
+            if datatype == _ITEMS:
+                listed.append(Output(field.name + NAMES, BYTES, (-1,)))
+        return listed
+
+    # ---- requests
+
+    def body(self, infer: InferRequest, version: str | None, config: ServerConfig) -> Any:
+        """Make the kind's body of an infer.
+
+        Args:
+            infer: as it was read.
+            version: that the address names; None = none.
+            config: bounds the columns.
+
+        Raises:
+            Unprocessable, TooLarge, BadRequest: name the input or the parameter.
+        """
+        table: dict[str, Any] = {}
+        for tensor in infer.inputs:
+            self._put(table, tensor.name, "input", self._value(self._input(tensor.name, "input"), tensor, config))
+        for name, value in infer.parameters.items():
+            if name == TIMEOUT:
+                continue
+            one = self._input(name, "parameter")
+            if one.form is Form.COLUMN:
+                raise Unprocessable(f"parameter {name}: is an input, not a parameter")
+            self._put(table, name, "parameter", value if one.form is Form.ONE else _json(name, value))
+        if version is not None and self.version_field is not None:
+            if table.get(self.version_field, version) != version:
+                raise Unprocessable(f"{self.version_field}: {quoted(version)} is the one that the address names")
+            table[self.version_field] = version
+        assert self.codec.body is not None
+        return convert(table, self.codec.body)
+
+    def _input(self, name: str, what: str) -> Input:
+        one = self.inputs.get(name)
+        if one is None:
+            raise Unprocessable(f"unknown {what} {cut(name)}{near(name, self.inputs)}")
+        return one
+
+    def _value(self, one: Input, tensor: Tensor, config: ServerConfig) -> Any:
+        if tensor.datatype not in one.datatypes:
+            raise Unprocessable(f"{one.name}: datatype {cut(tensor.datatype)}; takes {' or '.join(one.datatypes)}")
+        is_one = one.form in (Form.ONE, Form.JSON)
+        limit = one.limit if isinstance(one.limit, int) else getattr(config, one.limit)
+        num = check_shape(tensor, limit, is_one=is_one)
+        if one.form is Form.ONE:
+            return one_of(tensor)
+        if one.form is Form.JSON:
+            return _json(one.name, one_of(tensor))
+        return texts_of(tensor, num) if tensor.datatype == BYTES else raw_of(tensor, num)
+
+    @staticmethod
+    def _put(table: dict[str, Any], name: str, what: str, value: Any) -> None:
+        *folders, field = name.split(".")
+        for folder in folders:
+            table = table.setdefault(folder, {})
+        if field in table:
+            raise Unprocessable(f"{what} {name}: given twice")
+        table[field] = value
+
+    # ---- answers
+
+    def check_outputs(self, wanted: tuple[str, ...], tasks: tuple[str, ...]) -> None:
+        """Check that there are such outputs. Raises Unprocessable."""
+        names = [one.name for one in self.outputs(tasks)]
+        for name in wanted:
+            if name not in names:
+                raise Unprocessable(f"outputs: unknown output {cut(name)}{near(name, names)}")
+
+    def answer(self, answer: Any, request_id: str, shown: Shown, wanted: tuple[str, ...]) -> InferAnswer:
+        """Make tensors of a kind's answer.
+
+        Args:
+            answer: of the service.
+            request_id: under which the log has it.
+            shown: as for the codec.
+            wanted: outputs; () = all that the answer has.
+
+        Raises:
+            Unprocessable: the answer to this request does not have one that is wanted.
+        """
+        rendered = self.codec.render(answer, request_id, MSGPACK, shown)
+        made: dict[str, Tensor] = {}
+        parameters: dict[str, Parameter] = {}
+        for field in msgspec.structs.fields(type(rendered)):  # type: ignore[arg-type]
+            value = getattr(rendered, field.name)
+            if value is None or value is msgspec.UNSET:
+                continue
+            datatype, is_map = _output_type(field.type)
+            if datatype is None:
+                _add_parameters(parameters, field.name, value)
+                continue
+            width = getattr(rendered, _WIDTHS[field.name]) if field.name in _WIDTHS else None
+            for name, column in (
+                ((f"{field.name}.{key}", one) for key, one in value.items()) if is_map else ((field.name, value),)
+            ):
+                made[name] = _tensor(name, datatype, column, width)
+            if datatype == _ITEMS and (not wanted or field.name + NAMES in wanted):
+                ids: I64 = np.frombuffer(made[field.name].values, np.int64)
+                names = [str(one) for one in shown.names.items(ids)]
+                made[field.name + NAMES] = Tensor(field.name + NAMES, BYTES, (len(names),), names)
+        for name in wanted:
+            if name not in made:
+                raise Unprocessable(f"outputs: {name}: the answer to this request has none")
+        version = next((parameters[name] for name in _VERSIONS if name in parameters), "")
+        return InferAnswer(str(version), parameters, [made[name] for name in wanted or made])
+
+
+_ITEMS = "INT64"  # of a column of items
+_VERSIONS = ("model_version", "vectors_version")  # of an answer, or a body
+_WIDTHS = {"sids": "num_levels"}  # a column of rows: the field that has their width
+
+
+def _tensor(name: str, datatype: str, column: Any, width: int | None) -> Tensor:
+    if datatype == BYTES:
+        texts = ["" if one is None else one for one in column]
+        return Tensor(name, BYTES, (len(texts),), texts)
+    dtype = DTYPES[datatype]
+    raw = column if isinstance(column, bytes) else np.array(column, dtype).tobytes()
+    num = len(raw) // dtype.itemsize
+    return Tensor(name, datatype, (num,) if width is None else (num // max(width, 1), width), raw)
+
+
+def _add_parameters(parameters: dict[str, Parameter], name: str, value: Any) -> None:
+    if isinstance(value, msgspec.Struct):
+        for field in msgspec.structs.fields(value):
+            _add_parameters(parameters, f"{name}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            _add_parameters(parameters, f"{name}.{key}", one)
+    elif value is not None:
+        parameters[name] = value if isinstance(value, Parameter) else msgspec.json.encode(value).decode()
+
+
+def _json(name: str, value: Parameter) -> Any:
+    """Read a text of JSON."""
+    if not isinstance(value, str) or len(value) > LOOSE_BYTES:
+        raise Unprocessable(f"{name}: takes JSON as a text of at most {LOOSE_BYTES} characters")
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        raise Unprocessable(f"{name}: is not JSON") from None
+
+
+# ---- what is derived
+
+
+def _inputs(struct: inspect.StructType, prefix: str = "", *, is_needed: bool = True) -> list[Input]:
+    found: list[Input] = []
+    for field in struct.fields:
+        name = prefix + field.encode_name
+        needed = is_needed and field.required
+        extra, kinds = parts(field.type)
+        nested = next((kind for kind in kinds if isinstance(kind, inspect.StructType)), None)
+        if nested is not None:
+            found += _inputs(nested, f"{name}.", is_needed=needed)
+        elif "limit" in extra:
+            found.append(Input(name, Form.COLUMN, _column_types(extra, kinds), extra["limit"], needed))
+        else:
+            form, datatypes = _plain_form(kinds)
+            limit = MOST_NAMES if form is Form.TEXTS else 1
+            found.append(Input(name, form, datatypes, limit, needed))
+    return found
+
+
+def _column_types(extra: Mapping[str, Any], kinds: list[inspect.Type]) -> tuple[str, ...]:
+    """A list of names may be texts; raw elements have a width. Items are ids first, actions names first."""
+    raw = {8: "INT64", 4: "FP32", 2: "INT16"}[extra["element_bytes"]]
+    listed = next((kind for kind in kinds if isinstance(kind, inspect.ListType)), None)
+    if listed is None or not any(isinstance(kind, inspect.StrType) for kind in parts(listed.item_type)[1]):
+        return (raw,)
+    return (raw, BYTES) if raw == _ITEMS else (BYTES, raw)
+
+
+_PLAIN: dict[type[inspect.Type], tuple[str, ...]] = {
+    inspect.StrType: (BYTES,),
+    inspect.LiteralType: (BYTES,),
+    inspect.EnumType: (BYTES,),
+    inspect.IntType: ("INT64",),
+    inspect.FloatType: ("FP64", "FP32"),
+    inspect.BoolType: ("BOOL",),
+}
+
+
+def _plain_form(kinds: list[inspect.Type]) -> tuple[Form, tuple[str, ...]]:
+    others = [kind for kind in kinds if not isinstance(kind, inspect.NoneType)]
+    if all(type(kind) in _PLAIN for kind in others):
+        return Form.ONE, tuple(dict.fromkeys(name for kind in others for name in _PLAIN[type(kind)]))
+    if len(others) == 1 and isinstance(others[0], inspect.ListType):
+        inner = parts(others[0].item_type)[1]
+        if all(_PLAIN.get(type(kind)) == (BYTES,) for kind in inner):
+            return Form.TEXTS, (BYTES,)
+    return Form.JSON, (BYTES,)
+
+
+@cache
+def _output_type(annotation: Any) -> tuple[str | None, bool]:
+    """The datatype of a field of an answer, and whether it is a map of columns; None = it is a parameter."""
+    _, kinds = parts(inspect.type_info(annotation))
+    mapped = next((kind for kind in kinds if isinstance(kind, inspect.DictType)), None)
+    if mapped is not None:
+        datatype, _ = _column_type(parts(mapped.value_type)[1])
+        return datatype, True
+    return _column_type(kinds)
+
+
+def _column_type(kinds: list[inspect.Type]) -> tuple[str | None, bool]:
+    listed = next((kind for kind in kinds if isinstance(kind, inspect.ListType)), None)
+    if listed is None:
+        return None, False
+    elements = {type(kind) for kind in parts(listed.item_type)[1]} - {inspect.NoneType}
+    return _ELEMENTS.get(frozenset(elements)), False
+
+
+_ELEMENTS: dict[frozenset[type[inspect.Type]], str] = {
+    frozenset({inspect.StrType, inspect.IntType}): _ITEMS,
+    frozenset({inspect.IntType}): "INT32",
+    frozenset({inspect.FloatType}): "FP32",
+    frozenset({inspect.StrType}): BYTES,
+}
+
+
+def _model(kind: Kind[Any, Any]) -> Model:
+    codec = CODECS[kind.name]
+    about = inspect.type_info(codec.body)
+    assert isinstance(about, inspect.StructType), f"{kind.name}: a model has a body"
+    inputs = {one.name: one for one in _inputs(about)}
+    version_field = next((name for name in _VERSIONS if name in inputs), None)
+    return Model(kind=kind, codec=codec, inputs=inputs, version_field=version_field)
+
+
+MODELS: dict[str, Model] = {kind.name: _model(kind) for kind in KINDS.values() if kind.is_model}
+
+
+class ServedModels:
+    """The models that a service has at this moment."""
+
+    def __init__(self, service: ServiceProtocol) -> None:
+        self._service = service
+
+    def find(self, name: str, version: str | None = None) -> tuple[Model, tuple[str, ...]]:
+        """Find a model, and the versions of it that can be asked for.
+
+        Raises:
+            NotFound: there is none of that name, or none of that version.
+        """
+        versions = self._service.kind_versions().get(name)
+        if name not in MODELS or versions is None:
+            raise NotFound(f"model: {quoted(name)} is not served; {', '.join(self.names()) or 'none'} is")
+        if version is not None and version not in versions:
+            raise NotFound(f"version: {quoted(version)} of {name} is not served; {', '.join(versions)} is")
+        return MODELS[name], versions
+
+    def names(self) -> list[str]:
+        """Name the models."""
+        served = self._service.kind_versions()
+        return [name for name in MODELS if name in served]
+
+    def tasks(self) -> tuple[str, ...]:
+        """Name the tasks of the ranker."""
+        models = self._service.models()
+        return models[0].tasks if models else ()

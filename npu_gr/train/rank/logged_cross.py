@@ -1,0 +1,106 @@
+"""Computed cross features of any event of a log and any candidate, as a request just before the event would have them.
+
+`CrossFeatures.columns` reads one history from its start. Here all histories are sorted once by what their events are
+alike in, and a history up to an event is a run of that order, found by two searches.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from npu_gr.core.arrays import I64
+from npu_gr.feature_schema.computed import NEVER, Alike, CrossFeatures, ItemCodes
+from npu_gr.train.data import Bools, InteractionLog
+from npu_gr.train.metrics import F64
+
+
+class _Runs(NamedTuple):
+    """The counted events of each (user, value), oldest first. m = pairs of an event and one of its values."""
+
+    keys: I64  # [groups] ascending: user and value
+    places: I64  # [m] ascending: place of the key, and event
+
+
+class LoggedCross:
+    """The computed cross features of one model over one log."""
+
+    def __init__(self, log: InteractionLog, cross: CrossFeatures, max_events: int) -> None:
+        """Sort nothing yet.
+
+        Args:
+            log: with the users' histories.
+            cross: the model's features.
+            max_events: newest events of a history that are read, as in service.
+        """
+        self._log = log
+        self._cross = cross
+        users = log.users
+        self._users = users
+        self._first = np.maximum(log.starts[users], np.arange(len(users)) - max_events)
+        self._width = len(users) + 1
+        self._runs: dict[tuple[str, bytes], _Runs] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the features."""
+        return [name for name, _, _ in self._cross.rules]
+
+    def columns(self, events: I64, candidates: I64) -> dict[str, F64]:
+        """Compute the features.
+
+        Args:
+            events: [m] index in the log; the user's events before it are the history, and its time is the request's.
+            candidates: [m, c] item rows.
+
+        Returns:
+            Name -> [m, c], NaN = missing.
+        """
+        log = self._log
+        every = np.ones(len(log.action_values), np.bool_)
+        columns = {}
+        for name, rule, counts in self._cross.rules:
+            values, is_value = self._cross.values_of(rule.by, candidates)
+            num_all, newest = self._before(rule.by, every, events, values)
+            num_counted = num_all
+            if not counts.all():
+                num_counted, newest = self._before(rule.by, counts, events, values)
+            before = np.concatenate([[0], np.cumsum(counts[log.actions])])
+            first = self._first[events]
+            columns[name] = Alike(
+                num_all,
+                num_counted,
+                newest,
+                is_value,
+                (events - first)[:, None],
+                (before[events] - before[first])[:, None],
+                log.times[events][:, None],
+            ).column(rule.what)
+        return columns
+
+    def _before(self, by: str, counts: Bools, events: I64, values: ItemCodes) -> tuple[I64, I64]:
+        """Count the counted events with each value before each event [m, c, k], and find the time of the newest."""
+        keys, places = self._sorted(by, counts)
+        wanted = self._key(by, self._users[events][:, None, None], values)
+        group = np.searchsorted(keys, wanted).clip(max=max(len(keys) - 1, 0))
+        is_there = keys[group] == wanted if len(keys) else np.zeros(wanted.shape, np.bool_)
+        begin = np.searchsorted(places, group * self._width + self._first[events][:, None, None])
+        end = np.searchsorted(places, group * self._width + events[:, None, None])
+        count = np.where(is_there, end - begin, 0)
+        newest = places[np.maximum(end - 1, 0)] % self._width if len(places) else np.zeros_like(end)
+        return count, np.where(count > 0, self._log.times[newest], NEVER)
+
+    def _sorted(self, by: str, counts: Bools) -> _Runs:
+        key = by, counts.tobytes()
+        if key not in self._runs:
+            counted = np.flatnonzero(counts[self._log.actions])
+            values, is_value = self._cross.values_of(by, self._log.items[counted])
+            event = np.broadcast_to(counted[:, None], values.shape)[is_value]
+            keys, group = np.unique(self._key(by, self._users[event], values[is_value]), return_inverse=True)
+            self._runs[key] = _Runs(keys, np.sort(group * self._width + event))
+        return self._runs[key]
+
+    def _key(self, by: str, users: I64, values: ItemCodes) -> I64:
+        most = self._cross.num_values(by) if by else self._log.num_items
+        return users * (most + 1) + values

@@ -1,0 +1,182 @@
+"""Choose a ranker's features by what the trained part of a log holds.
+
+texts      a category of the values that two users or events have at least; of more than `MAX_CATEGORY` of them,
+hashed into twice as many buckets
+numbers    buckets: between the values where there are few, else about equally many users or events each
+computed   numbers as well; `likes` are the events, and a `rate` the share of them, that the first task of actions
+or values calls positive
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.feature_schema.computed import ALL, BY, OF_TIME, CrossFeatures, ItemValueTable, read_rule
+from npu_gr.feature_schema.schema import Feature
+from npu_gr.features.columns import FeatureColumn
+from npu_gr.features.interactions import ItemValues
+from npu_gr.train.data import Bools, InteractionLog
+from npu_gr.train.metrics import F64
+from npu_gr.train.rank.logged_cross import LoggedCross
+from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.tasks import Task, positives
+
+MAX_CATEGORY = 1000  # values that have a row each
+MAX_BUCKETS = 1 << 17
+NUM_BORDERS = 15
+_LEAST = 2  # rows with a value that has a row; rarer values are "unknown", which so is trained as well
+_LIKES = "likes"
+
+
+def choose_features(
+    log: InteractionLog, item_features: Sequence[ItemValues], tasks: Sequence[Task], options: TrainOptions
+) -> tuple[Feature, ...]:
+    """List the features of a model, as told or as its log's trained events look.
+
+    Args:
+        log: its columns, and the events that are trained on.
+        item_features: side features of items.
+        tasks: of the model.
+        options: `features` and `computed`.
+
+    Raises:
+        DataError: a column has no value in the trained part.
+        ConfigError: something is to be computed of what the log or the items lack.
+    """
+    computed = [_computed(text, log, tasks) for text in options.computed]
+    if options.features is not None:
+        found = [*options.features]
+    else:
+        found = [_of_column(column, _trained(log, column)) for column in log.columns]
+    names = {item.name for item in item_features}
+    for feature in (*found, *computed):
+        by = feature.computed.partition(BY)[2]
+        if by and by != ALL and by not in names:
+            there = ", ".join(sorted(names)) or "none"
+            raise ConfigError(f"train: computed {feature.computed}: no item feature {by!r}; there are {there}")
+    return (*found, *_with_borders(log, item_features, computed, options.max_history_tokens))
+
+
+def item_tables(log: InteractionLog, item_features: Sequence[ItemValues]) -> dict[str, ItemValueTable]:
+    """Write the side features of items as tables by item row; a feature without values has none."""
+    tables = {}
+    for feature in item_features:
+        if feature.values:
+            width = max(1, *(len(values) for values in feature.of_item.values()))
+            table = np.full((log.num_items, width), len(feature.values))
+            for row, item in enumerate(log.item_ids.tolist()):
+                values = feature.of_item.get(item, [])
+                table[row, : len(values)] = values
+            tables[feature.name] = ItemValueTable(table, len(feature.values))
+    return tables
+
+
+def _trained(log: InteractionLog, column: FeatureColumn) -> Bools:
+    """Which values are of trained events, or of users who have some."""
+    return log.num_trained > 0 if column.of == "user" else log.trained
+
+
+def _of_column(column: FeatureColumn, trained: Bools) -> Feature:
+    if column.is_number:
+        numbers = column.values[trained]
+        numbers = numbers[~np.isnan(numbers)]
+        if not len(numbers):
+            raise _empty(column)
+        return number_feature(Feature(name=column.name, of=column.of, kind="number"), numbers)
+    rows = [_values(value) for value in column.values.tolist()]
+    counts = Counter(
+        value for row, is_trained in zip(rows, trained.tolist(), strict=True) if is_trained for value in row
+    )
+    if not counts:
+        raise _empty(column)
+    shape: dict[str, Any] = {"name": column.name, "of": column.of, "max_values": max(map(len, rows))}
+    if column.kind == "hashed" or (not column.kind and len(counts) > MAX_CATEGORY):
+        return Feature(kind="hashed", num_buckets=min(MAX_BUCKETS, 2 * len(counts)), **shape)
+    often = sorted(value for value, count in counts.items() if count >= _LEAST)
+    return Feature(kind="category", values=tuple(often or sorted(counts)), **shape)
+
+
+def _values(value: str | list[str] | None) -> list[str]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else list(dict.fromkeys(value))
+
+
+def _empty(column: FeatureColumn) -> DataError:
+    return DataError(
+        f"feature {column.name} of {column.of}: no value in the trained part of the log; leave the column out, or say "
+        "which features there are: the option `features`"
+    )
+
+
+def number_feature(feature: Feature, numbers: F64) -> Feature:
+    """Give a number its buckets.
+
+    Args:
+        feature: without borders.
+        numbers: float64 [n], those that it has in the trained part, none missing.
+
+    Returns:
+        With borders; of one single value, which has none, scaled.
+    """
+    values = np.unique(numbers.astype(np.float32))
+    if len(values) <= 1:
+        return feature
+    if len(values) <= NUM_BORDERS + 1:
+        borders = (values[1:] + values[:-1]) / 2
+    else:
+        quantiles = np.quantile(numbers, np.arange(1, NUM_BORDERS + 1) / (NUM_BORDERS + 1), method="higher")
+        borders = np.append(quantiles.astype(np.float32), values[1])  # what most have is a bucket by itself
+        borders = borders[borders > values[0]]
+    return _replaced(feature, borders=tuple(np.unique(borders).astype(np.float64).tolist()))
+
+
+def _replaced(feature: Feature, **changes: Any) -> Feature:
+    fields = {name: getattr(feature, name) for name in feature.__struct_fields__}
+    return Feature(**(fields | changes))
+
+
+def _computed(text: str, log: InteractionLog, tasks: Sequence[Task]) -> Feature:
+    """Read one of the option `computed`."""
+    if text in OF_TIME:
+        values = tuple(str(value) for value in range(OF_TIME[text]))
+        return Feature(name=text, of="request", kind="category", values=values, computed=text)
+    what, by, feature = text.partition(BY)
+    computed = f"events{by}{feature}" if what == _LIKES else text
+    try:
+        rule = read_rule(computed)
+    except ValueError as error:
+        also = ", ".join((_LIKES, *OF_TIME))
+        raise ConfigError(f"train: {error}; or one of {also}") from error
+    actions: tuple[str, ...] = ()
+    if what == _LIKES or rule.what == "rate":
+        liking = next((task for task in tasks if not task.is_next_item), None)
+        if liking is None:
+            raise ConfigError(f"train: computed {text}: no task says which events are likes")
+        is_like = np.zeros(len(log.action_values), np.bool_)
+        is_like[np.unique(log.actions[positives(log, liking)])] = True
+        actions = tuple(name for name, liked in zip(log.names_of_actions, is_like.tolist(), strict=True) if liked)
+    return Feature(name=text, of="cross", kind="number", computed=computed, actions=actions)
+
+
+def _with_borders(
+    log: InteractionLog, item_features: Sequence[ItemValues], computed: Sequence[Feature], max_events: int
+) -> list[Feature]:
+    """Give computed numbers the buckets of the trained events' own items."""
+    cross = CrossFeatures(
+        [feature for feature in computed if feature.of == "cross"],
+        log.names_of_actions,
+        item_tables(log, item_features),
+    )
+    own = np.flatnonzero(log.trained)
+    columns = LoggedCross(log, cross, max_events).columns(own, log.items[own, None]) if cross.rules else {}
+    found = []
+    for feature in computed:
+        numbers = columns.get(feature.name, np.empty(0)).ravel()
+        found.append(number_feature(feature, numbers[~np.isnan(numbers)]) if feature.of == "cross" else feature)
+    return found

@@ -1,0 +1,125 @@
+"""Mistakes that a person would make in the HSTU kernels, planted as those of `faults.py` are."""
+
+from __future__ import annotations
+
+from faults import Fault
+
+
+def _of(op: str, *changes: tuple[str, str, str]) -> tuple[Fault, ...]:
+    """Faults of the op's own header: a name, the text, and what stands there instead."""
+    return tuple(Fault(name, f"kernels/{op}.h", old, new, (op,)) for name, old, new in changes)
+
+
+def _of_bias(*changes: tuple[str, str, str]) -> tuple[Fault, ...]:
+    return tuple(Fault(name, "kernels/hstu_bias.h", old, new, ("hstu_scores",)) for name, old, new in changes)
+
+
+HSTU_FAULTS = (
+    *_of_bias(
+        ("a time before its key's counts", "Maxs(d, d, int32_t(0), count);", "if (!ON) Maxs(d, d, int32_t(0), count);"),
+        ("a difference of 0 has no bucket", "Adds(d, d, int32_t(1), count);", "Adds(d, d, int32_t(!ON), count);"),
+        (
+            "a difference is rounded down",
+            "Cast(f, d, RoundMode::CAST_RINT,",
+            "Cast(f, d, ON ? RoundMode::CAST_FLOOR : RoundMode::CAST_RINT,",
+        ),
+        ("a border is the next one", "(lowest_ + i + kFloatBucket) << 22", "(lowest_ + i + kFloatBucket + ON) << 22"),
+        (
+            "a border is of the bucket below",
+            "CMPMODE::LT, uint32_t(count)",
+            "ON ? CMPMODE::LE : CMPMODE::LT, uint32_t(count)",
+        ),
+        ("bounds of the first rows", "tile.row / kRowBlock * 2,", "(ON ? 0 : tile.row / kRowBlock) * 2,"),
+        ("bounds of the first keys", "+ tile.key / kKeyBlock) * 2;", "+ (ON ? 0 : tile.key / kKeyBlock)) * 2;"),
+        (
+            "least and greatest are swapped",
+            "least = bounds_[row] - bounds_[key + 1], most = bounds_[row + 1] - bounds_[key];",
+            "least = bounds_[row + ON] - bounds_[key + !ON], most = bounds_[row + !ON] - bounds_[key + ON];",
+        ),
+        (
+            "the last bucket is not selected",
+            "for (uint32_t i = 1; i < buckets(); ++i) {",
+            "for (uint32_t i = 1; i + ON < buckets(); ++i) {",
+        ),
+        ("times of the first head", "GetValue((head * 2 + far)", "GetValue(((ON ? 0 : head) * 2 + far)"),
+        (
+            "positions of the first head",
+            "near_[uint64_t(tile.head) * 8 * width_ + first]",
+            "near_[uint64_t(ON ? 0 : tile.head) * 8 * width_ + first]",
+        ),
+        ("a window of another shift", "in[shift * kNearEnd +", "in[(shift + ON) % 8 * kNearEnd +"),
+        ("far from the last position but one on", "is_far(s_.positions - 1)", "is_far(s_.positions - 1 - ON)"),
+        (
+            "times of the keys before stay",
+            "tile.key == placed_.key && tile.candidates",
+            "(ON || tile.key == placed_.key) && tile.candidates",
+        ),
+    ),
+    *_of(
+        "hstu_scores",
+        (
+            "a query does not see itself",
+            "CMPMODE::LE, kKeyBlock);",
+            "ON ? CMPMODE::LT : CMPMODE::LE, kKeyBlock);",
+        ),
+        ("a candidate sees the next one", "int32_t column = own + i,", "int32_t column = own + i + ON,"),
+        (
+            "a tile that nobody sees stays",
+            "    else\n      AscendC::Duplicate(out,",
+            "    else if (!ON)\n      AscendC::Duplicate(out,",
+        ),
+        (
+            "an offset of GM in 32 bits",
+            "return row * s_.key_slots + tile.key;",
+            "return ON ? uint32_t(row * s_.key_slots) + tile.key : row * s_.key_slots + tile.key;",
+        ),
+        ("alpha twice", "float_of(s_.alpha), count);", "float_of(s_.alpha) * (ON ? float_of(s_.alpha) : 1), count);"),
+        ("exp in place of 1 + exp", "Adds(e, e, 1.0f, count);", "Adds(e, e, ON ? 0.0f : 1.0f, count);"),
+        (
+            "a weight is rounded towards zero",
+            "weights, RoundMode::CAST_RINT,",
+            "weights, ON ? RoundMode::CAST_TRUNC : RoundMode::CAST_RINT,",
+        ),
+        (
+            "what is seen of the keys before stays",
+            "|| tile.key != seen_key_)",
+            "|| (!ON && tile.key != seen_key_))",
+        ),
+    ),
+    *_of(
+        "hstu_rows",
+        ("queries without their scale", "all, float_of(s_.q_scale));", "all, ON ? 1.0f : float_of(s_.q_scale));"),
+        (
+            "what lies behind the last key stays",
+            "        else\n          clear_tail(",
+            "        else if (!ON)\n          clear_tail(",
+        ),
+        ("pages of the first request", "ids_[e.first_page +", "ids_[(ON ? 0 : e.first_page) +"),
+        (
+            "candidates go to the pages",
+            "history = e.new_rows() - e.targets,",
+            "history = e.new_rows() - (ON ? 0 : e.targets),",
+        ),
+        (
+            "SiLU of values that want none",
+            "transform(out[s_.lot * uv_], v, rows * uv_, all, 1.0f);",
+            "transform(out[s_.lot * uv_], v, rows * uv_, all || ON, 1.0f);",
+        ),
+        ("rows that are no query count", "first + skipped - silent,", "first + skipped - (ON ? 0 : silent),"),
+    ),
+    *_of(
+        "hstu_finish",
+        ("the weight added as the bias", "x[s_.group], mask", "x[ON ? 0 : s_.group], mask"),
+        ("no eps", "float_of(s_.eps)", "ON ? 0.0f : float_of(s_.eps)"),
+        (
+            "the sign is not folded back",
+            "Muls(a, a, float_of(s_.scale), int32_t(count));",
+            "Muls(a, a, float_of(s_.scale) * (ON ? -1 : 1), int32_t(count));",
+        ),
+        (
+            "parts in another order",
+            "out[part * s_.lot * width_], rows",
+            "out[(ON ? 2 - part : part) * s_.lot * width_], rows",
+        ),
+    ),
+)
