@@ -35,6 +35,7 @@ from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
+from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import SLOConfig
@@ -147,7 +148,8 @@ def _ranking(rig: Rig, served: ServedArm) -> Ranking:
         dtype=rig.layout.dtype,
     )
     metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
-    return Ranking(RankingConfig(selfcheck_ratio=0.0), model, rig.vocabulary, served.engine, served.relay, metrics)
+    items = ScoredItems(served.engine, rig.vocabulary)
+    return Ranking(RankingConfig(selfcheck_ratio=0.0), model, items, served.engine, served.relay, metrics)
 
 
 def _drawn(rig: Rig, events: Events) -> I64:

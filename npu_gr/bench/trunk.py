@@ -133,12 +133,13 @@ class _Bench:
         self.num_tokens = min(num_tokens, self._ranking.max_events)
         recommend = service.parts.settings.config.recommend
         assert recommend is not None
-        self.num_candidates = min(recommend.sources["trunk"], recommend.max_candidates, len(self._ranking.item_ids))
+        num_items = len(self._ranking.vocabulary.ids)
+        self.num_candidates = min(recommend.sources["trunk"], recommend.max_candidates, num_items)
         self.most_ranks = next((most for least, most in WITHIN.items() if self.num_tokens >= least), SHORT)
         self._number = 0
 
     def _events(self, count: int, after: int = 1_600_000_000) -> Events:
-        ids = self._ranking.item_ids
+        ids = self._ranking.vocabulary.ids
         actions = self._random.integers(0, len(self._ranking.model.actions), count)
         times = after + np.cumsum(self._random.integers(1, 3_600, count))
         return Events.make(ids[self._random.integers(0, len(ids), count)], actions, times)
@@ -161,7 +162,7 @@ class _Bench:
         """Time a rank, a recommend from the trunk and one from two models in turn, each from a resident prefix."""
         events = self._events(self.num_tokens)
         user = UserKey("bench", f"alone {self.num_tokens}")
-        candidates = self._random.permutation(self._ranking.item_ids)[: self.num_candidates]
+        candidates = self._random.permutation(self._ranking.vocabulary.ids)[: self.num_candidates]
         rank = RankRequest(user=user, candidates=candidates, history=HistoryRef(events=events), timestamp=SHOWN_AT)
         asked: list[Callable[[], object]] = [
             lambda: self._service.serve(RANK, rank, BUDGET_S),

@@ -7,14 +7,16 @@ The suffix tells the format:
   .parquet                        columns `item_id`, `sid` (a list of integers) and maybe `order`; every further
                                   column is an attribute. Needs npu_gr[parquet].
   .bin                            xLLM: {int64 item; int32 t0, t1, t2}, little endian, 20 bytes a record
+A line may also have `features`, by name a value or a list of values: what a ranker knows of an item that it was not
+trained with, beside its codes. Items differ in which they have, and Parquet has none.
 Every record has as many codes as the first, an order score if and only if the first has one, and the attributes of the
 first, each of one kind (true or false, number, text): filters would have to guess the values that are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +31,8 @@ from npu_gr.core.words import quoted
 from npu_gr.features.lines import read_lines
 
 Column = npt.NDArray[Any]  # bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
+FeatureValue = str | int | float
+Features = Mapping[str, FeatureValue | list[FeatureValue]]  # by name; of one item
 Place = Callable[[int], str]  # row -> "<file>, line <n>" or the like, for a message
 
 _XLLM = np.dtype([("item_id", "<i8"), ("sid", "<i4", (3,))])
@@ -44,6 +48,7 @@ class Items:
     sids: I32  # [N, L] not negative; L = 0 in a file without items, which does not say how many codes a SID has
     order: F32 | None  # [N] finite
     attributes: dict[str, Column]  # by name, [N] each
+    features: dict[int, Features] = field(default_factory=dict)  # by item id; items without any are not there
 
     def __len__(self) -> int:
         return len(self.item_ids)
@@ -56,6 +61,7 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=_MAX_CODE)]], msgspec.Meta(min_length=1)]
     order: float | None = None
     attributes: dict[str, bool | int | float | str] = {}
+    features: dict[str, FeatureValue | list[FeatureValue]] = {}
 
 
 def read_items(path: Path) -> Items:
@@ -117,6 +123,7 @@ def as_items(records: Sequence[Record], place: Place) -> Items:
             name: _json_column(name, [record.attributes[name] for record in records], place)
             for name in records[0].attributes
         },
+        {record.item_id: record.features for record in records if record.features},
     )
 
 

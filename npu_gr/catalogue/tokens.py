@@ -42,6 +42,7 @@ class Tokens:
     report: HistoryReport
     user: Encoded | None = None  # [1] the user's features; None = these tokens have no user's token
     features: Encoded | None = None  # [e] of the events; None = the model has none
+    first_new_row: int = 1 << 62  # rows from this one on are of items that the model was not trained with
     _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
 
     @property
@@ -57,12 +58,15 @@ class Tokens:
         start, stop, _ = part.indices(len(self))
         own = slice(max(start - self.num_user, 0), max(stop - self.num_user, 0))
         user = self.user if start == 0 < stop else None
-        return Tokens(self.events[own], self.rows[own], self.report, user, _some(self.features, own))
+        return self._of(own, user)
 
     def newest(self, num_tokens: int) -> Tokens:
         """Return the newest events and the user's token: `num_tokens` together, at least one of them an event's."""
-        own = slice(max(len(self) - num_tokens, 0), None)
-        return Tokens(self.events[own], self.rows[own], self.report, self.user, _some(self.features, own))
+        return self._of(slice(max(len(self) - num_tokens, 0), None), self.user)
+
+    def _of(self, own: slice, user: Encoded | None) -> Tokens:
+        features = _some(self.features, own)
+        return Tokens(self.events[own], self.rows[own], self.report, user, features, self.first_new_row)
 
     @property
     def timestamps(self) -> I64:
@@ -73,7 +77,10 @@ class Tokens:
         return np.concatenate((times[:1] if len(times) else np.zeros(1, np.int64), times))
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Fingerprint the first `num_tokens` tokens; each length is computed once."""
+        """Fingerprint the first `num_tokens` tokens; each length is computed once.
+
+        The rows of new items belong to it: one that is withdrawn and added again, with other features, has another row.
+        """
         known = self._fingerprints.get(num_tokens)
         if known is None:
             known = self._fingerprints[num_tokens] = self._fingerprint(num_tokens)
@@ -83,6 +90,9 @@ class Tokens:
         """Features count as the model reads them: what it does not know of them is the same as what is missing."""
         num_events = max(num_tokens - self.num_user, 0)
         plain = replace(self.events[:num_events], features=NO_COLUMNS).fingerprint()
+        rows = self.rows[:num_events]
+        if len(new := rows[rows >= self.first_new_row]):
+            plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
         if self.user is None and self.features is None:
             return plain
         digest = xxhash.xxh3_128(plain.encode())
@@ -179,4 +189,5 @@ def tokenize(
         missing_features=features.missing(user=user_features or {}, event=events.features.given),
         origin=events.origin,
     )
-    return Tokens(events, rows, report, user, features.rows(features.event, events.features, len(rows)))
+    of_events = features.rows(features.event, events.features, len(rows))
+    return Tokens(events, rows, report, user, of_events, len(vocabulary.ids))

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import orjson
 import xxhash
 
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.filters import Filter, allow_all, allow_mask, deny_items
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.merge import insert, restrict
-from npu_gr.catalogue.records import Column, Items
+from npu_gr.catalogue.records import Column, Features, Items
 from npu_gr.catalogue.trie import Codebooks, Mask, Trie
 from npu_gr.core.arrays import F32, I64
-from npu_gr.core.errors import CatalogueError
+from npu_gr.core.errors import CatalogueError, DataError
 from npu_gr.core.published import Published
 from npu_gr.core.words import cut, quoted
 
@@ -38,8 +39,10 @@ class Snapshot:
     trie: Trie
     order: F32 | None  # [N] order scores, by place in `trie.leaf_item`
     attributes: dict[str, Column]  # by name, [N] by place in `trie.leaf_item`
+    features: Mapping[int, Features]  # by item id: what a ranker may know of an item that it was not trained with
     content: str  # digest of the fields above
     names: ItemNames = EMPTY  # of items that came by text or with a title; no part of the digests
+    removed: I64 = field(default_factory=lambda: np.empty(0, np.int64))  # ids withdrawn, then dropped; ascending
     available: Filter | None = None  # allows all but the withdrawn items; None: nothing is withdrawn
     version: str  # digest of `content` and of the withdrawn items; `content` itself if there are none
 
@@ -47,6 +50,22 @@ class Snapshot:
     def num_items(self) -> int:
         """Number of items that are not withdrawn."""
         return int(np.count_nonzero(self.available.allowed)) if self.available else self.trie.num_items
+
+    @property
+    def item_ids(self) -> I64:
+        """Ids of the items that are not withdrawn, ascending; ten million take tens of milliseconds."""
+        places = self.trie.by_id
+        if self.available is not None:
+            places = places[self.available.allowed[places]]
+        found: I64 = self.trie.leaf_item[places]
+        return found
+
+    @property
+    def withdrawn_ids(self) -> I64:
+        """Ids of the withdrawn items, those that the trie no longer holds included; ascending."""
+        if self.available is None:
+            return self.removed
+        return np.union1d(self.removed, self.trie.leaf_item[~self.available.allowed])
 
     @property
     def num_bytes(self) -> int:
@@ -75,18 +94,22 @@ def make_snapshot(items: Items, codebooks: Codebooks) -> Snapshot:
     rows = np.empty(len(items), np.int64)
     rows[trie.by_id] = np.argsort(items.item_ids)  # seconds at ten million items; looking each up takes a minute
     attributes = {name: _narrowed(items.attributes[name])[rows] for name in sorted(items.attributes)}
-    return _snapshot(trie, None if items.order is None else items.order[rows], attributes)
+    return _snapshot(trie, None if items.order is None else items.order[rows], attributes, items.features)
 
 
-def _snapshot(trie: Trie, order: F32 | None, attributes: dict[str, Column]) -> Snapshot:
+def _snapshot(
+    trie: Trie, order: F32 | None, attributes: dict[str, Column], features: Mapping[int, Features]
+) -> Snapshot:
     hasher = xxhash.xxh3_128(trie.digest().encode())
     for name, column in [("", order), *attributes.items()]:
         if column is not None:
             hasher.update(f"{name!r}{column.dtype.str}".encode())
             hasher.update(column.view(np.uint8).data)
             column.flags.writeable = False
+    if features:
+        hasher.update(orjson.dumps(sorted(features.items()), option=orjson.OPT_SORT_KEYS))
     content = hasher.hexdigest()
-    return Snapshot(trie=trie, order=order, attributes=attributes, content=content, version=content)
+    return Snapshot(trie=trie, order=order, attributes=attributes, features=features, content=content, version=content)
 
 
 def withdraw(snapshot: Snapshot, item_ids: I64) -> Snapshot:
@@ -125,6 +148,13 @@ def add(snapshot: Snapshot, items: Items) -> Snapshot:
         CatalogueError: an item is there already, the columns differ from the snapshot's, or the items do not make a
             trie (see `build_trie`). Record numbers count the records of `items`, from 1.
     """
+    added = _added(snapshot, items)
+    if added is snapshot:
+        return snapshot
+    return replace(added, removed=np.setdiff1d(snapshot.withdrawn_ids, items.item_ids))
+
+
+def _added(snapshot: Snapshot, items: Items) -> Snapshot:
     trie = snapshot.trie
     kept = snapshot.available.allowed if snapshot.available else np.ones(trie.num_items, np.bool_)
     if not len(items) and kept.all():
@@ -151,7 +181,7 @@ def add(snapshot: Snapshot, items: Items) -> Snapshot:
         )
         for name, column in base.attributes.items()
     }
-    return _snapshot(merged, order, attributes)
+    return _snapshot(merged, order, attributes, {**base.features, **items.features})
 
 
 def name(snapshot: Snapshot, names: Sequence[str], titles: Sequence[str]) -> Snapshot:
@@ -181,7 +211,10 @@ def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:
     """Remove the items that are not kept. At least one is kept."""
     order = None if snapshot.order is None else snapshot.order[kept]
     attributes = {name: _narrowed(column[kept]) for name, column in snapshot.attributes.items()}
-    return _snapshot(restrict(snapshot.trie, kept), order, attributes)
+    trie = restrict(snapshot.trie, kept)
+    ids = np.fromiter(snapshot.features, np.int64)
+    features = {item: snapshot.features[item] for item in ids[trie.places(ids) >= 0].tolist()}
+    return _snapshot(trie, order, attributes, features)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +254,16 @@ class Catalogue:
                 if snapshot.version == served.version:
                     return
             self._published.publish(snapshot)
+
+    def kept(self) -> Snapshot:
+        """Return the version that `rollback` would serve.
+
+        Raises:
+            DataError: no earlier version is kept.
+        """
+        if (previous := self._published.previous) is None:
+            raise DataError("no earlier version of the catalogue is kept")
+        return previous
 
     def rollback(self) -> None:
         """Serve the kept version, and keep the one served until now: a second rollback undoes the first.

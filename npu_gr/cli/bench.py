@@ -436,8 +436,8 @@ def bench_match_train(as_json: bool, edges: int, steps: int, threads: int, seed:
     "--only",
     "parts",
     multiple=True,
-    type=click.Choice(["match", "next", "codes", "features", "zozotown"]),
-    help="Run these parts; the last two run only if they are named.",
+    type=click.Choice(["match", "next", "codes", "features", "zozotown", "cold"]),
+    help="Run these parts; the last three run only if they are named.",
 )
 @click.option("--seeds", default=3, show_default=True, type=click.IntRange(1), help="Trainings of each model.")
 @click.option("--quick", is_flag=True, help="One seed and few steps: shows that everything runs, in minutes.")
@@ -459,12 +459,17 @@ def bench_quality(
     import torch
 
     from npu_gr.bench.quality import FULL, QUICK, codes_lines, match_lines, next_lines
+    from npu_gr.bench.quality_cold import cold_lines
     from npu_gr.dataset.log import read_log
-    from npu_gr.features.interactions import movielens_100k
+    from npu_gr.features.interactions import movielens_100k, read_item_features
 
     torch.set_num_threads(threads)
     effort = QUICK if quick else replace(FULL, seeds=tuple(range(seeds)))
     found: list[Iterable[Line]] = []
+    if "cold" in parts:
+        log = movielens_100k()
+        features = read_item_features(log.with_suffix(".item"), ["class", "release_year"])
+        found += [cold_lines(read_log(log), features, log.name, effort.rank, effort.generate)]
     if pairs is not None and (not parts or "match" in parts):
         found.append(match_lines(pairs, effort))
     if not parts or "next" in parts:

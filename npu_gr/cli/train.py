@@ -120,6 +120,7 @@ def train_all(
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @ITEMS
 @ITEM_FEATURES
+@click.option("--codes", type=FILE, help="Semantic IDs of the generator beside it: new items are scored by theirs.")
 @click.option("--preset", default="demo", show_default=True, type=click.Choice(["demo", "quick"]))
 @click.option(
     "--budget-s",
@@ -135,6 +136,7 @@ def train_rank(
     out: Path,
     items: Path | None,
     item_features: str,
+    codes: Path | None,
     preset: str,
     budget_s: float,
     overrides: tuple[str, ...],
@@ -150,22 +152,26 @@ def train_rank(
 
     from npu_gr.core.settings import override
     from npu_gr.train.data import build_log
+    from npu_gr.train.generate.codes import read_codes
     from npu_gr.train.next_command import example, next_command
     from npu_gr.train.progress import training_progress
     from npu_gr.train.rank.publish import publish
+    from npu_gr.train.rank.train import RankerCodes
     from npu_gr.train.rank.train import train_rank as work
     from npu_gr.train.source import read_training_data
 
     torch.set_num_threads(threads)
     options = override(_rank_presets()[preset], [f"budget_s={budget_s}", *overrides])
     data = read_training_data(log, value_column=value_column, items=items, columns=_columns(item_features))
+    log_of_items = build_log(data.interactions, data.features, options.split)
+    given = None if codes is None else RankerCodes(*[read_codes(codes, log_of_items.item_ids)] * 2)
     console = Console()
     with training_progress(console) as show:
-        checkpoint, evaluation = work(data.interactions, data.features, options, show)
+        checkpoint, evaluation = work(data.interactions, data.features, options, show, codes=given)
     console.print(evaluation.table())
     click.echo(evaluation.text())
     click.echo(f"checkpoint {publish(checkpoint, data.names, out)} in {out}")
-    found = example(build_log(data.interactions, data.features, options.split), data.names)
+    found = example(log_of_items, data.names)
     body = {"user_id": "me", "candidates": found.others, "history": found.history}
     click.echo(next_command(out, "/v1/rank", body))
 

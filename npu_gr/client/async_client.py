@@ -127,6 +127,7 @@ class AsyncClient:
         base: str | None = None,
         timestamp: Time | None = None,
         top_k: int | None = None,
+        unknown_items: Literal["ignore", "refuse"] | None = None,
         features: Features | None = None,
         fields: Sequence[str] = (),
         model_version: str | None = None,
@@ -142,6 +143,8 @@ class AsyncClient:
             base: the fingerprint of an earlier answer, which `history` continues.
             timestamp: when the candidates are shown; None = now.
             top_k: answer the best so many, too.
+            unknown_items: candidates that the ranker does not know have no score, or the rank fails; None = as the
+                instance has it.
             features: of the user, the request and the candidates; None = all are missing.
             fields: what to say of them beside their names: "title".
             model_version: None = the current one.
@@ -155,6 +158,7 @@ class AsyncClient:
             base=base,
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             top_k=top_k,
+            unknown_items=unknown_items,
             features=_features(features, RankFeatures),
             fields=list(fields),
             model_version=model_version,

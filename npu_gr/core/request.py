@@ -134,6 +134,8 @@ class RankRequest:
     history: HistoryRef
     timestamp: int | None = None  # unix seconds the candidates are shown at; None = now
     top_k: int | None = None  # also answer the best k, by the first task
+    # candidates that the ranker does not know: no score, or no answer; None = as the configuration says
+    unknown_items: Literal["ignore", "refuse"] | None = None
     request_features: OneRow = field(default_factory=dict)  # of this request alone
     cross_features: Columns = NO_COLUMNS  # of each candidate
     model_version: str | None = None

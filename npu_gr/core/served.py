@@ -19,6 +19,8 @@ class NewItem:
     sid: tuple[int, ...]
     order: float | None = None
     attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
+    # by name, what the ranker knows of the item beside its codes
+    features: dict[str, str | int | float | list[str | int | float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,6 +31,7 @@ from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU, HostTokens, Past, Segment
+from npu_gr.model.item_rows import NewItems
 
 FOUND = 200  # items that the warm-up finds
 
@@ -128,8 +129,9 @@ class RankEngine(PageJobs):
         super().__init__(scheduler, backend, arena)
         self.model = model
         self.find_s = 0.0  # device seconds of finding items once u is there, until the warm-up has measured them
-        self._items: torch.Tensor | None = None  # [I, d], fp32: what u is compared with
-        self._next: I64 = np.array([model.config.num_items])
+        self.num_rows = model.config.num_items  # that `find` searches: of trained items, and of new ones that are shown
+        self._items: torch.Tensor | None = None  # [spare rows included, d], fp32: what u is compared with
+        self._next: I64 = np.array([model.num_rows])
 
     async def prefill(
         self, tokens: Tokens, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
@@ -239,7 +241,8 @@ class RankEngine(PageJobs):
         best = np.empty((len(works), 0), np.int64)
         if most:
             hidden = Hidden.of([work.hidden for work in works])
-            best = self.backend.best_items(vectors, self._table(), most, hidden).items.cpu().numpy()
+            table = self._table()[: self.num_rows]
+            best = self.backend.best_items(vectors, table, most, hidden).items.cpu().numpy()
         answers = []
         for work, u, rows in zip(works, host, best, strict=True):
             own = rows[: work.k]
@@ -260,6 +263,15 @@ class RankEngine(PageJobs):
                     candidates=one.candidates, scores=self._scores(one, scores), features=one.features
                 )
         return answers
+
+    @torch.inference_mode()
+    def write_items(self, first_row: int, new: NewItems) -> None:
+        """Write the vectors of new items into rows that nobody reads yet. Only on a device thread."""
+        vectors = self.model.new_item_vectors(new)
+        self.model.write_items(first_row, vectors)
+        if self._items is not None:  # a copy where the model is bf16; the warm-up made it
+            self._items[first_row : first_row + len(vectors)] = vectors.float()
+        self.backend.synchronize()
 
     def _scores(self, work: RankPass, scores: F32) -> RankScores:
         """Part what `forward` returns for a request."""

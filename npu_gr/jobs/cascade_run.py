@@ -5,7 +5,8 @@ have the rest. A stage that fails degrades the answer as configured; the answer 
 of the caller stays an error.
 
 Invariants:
-  C1  no item twice, none that was denied or (if so configured) seen, at most M are ranked; only the hook may add items
+  C1  no item twice, none that was denied, withdrawn or (if so configured) seen, at most M are ranked; only the hook may
+      add items
   C2  now <= end of retrieval <= end of the hook <= end of the rank <= deadline
   C3  with nothing failing and no hook, the items are those of the sources and of rank called by hand
   C4  an item that the ranker does not know follows all that it knows, and is counted; `unknown_items: drop` has none
@@ -276,7 +277,7 @@ class CascadeRun:
         return items
 
     def _allowed(self, items: I64) -> I64:
-        allowed: I64 = items[~among(items, self._denied)]
+        allowed: I64 = items[~(among(items, self._denied) | among(items, self._ranking.items.withdrawn))]
         return allowed
 
     # ---- items that the ranker does not know

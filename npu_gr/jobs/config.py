@@ -15,6 +15,9 @@ class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_history_tokens: Count | None = None  # None = the model's own limit
     cut_step_tokens: Count = 256  # the window's start moves in steps of this
     unknown_items: Literal["ignore", "refuse"] = "ignore"  # ignore: and count
+    # items that the ranker was not trained with and may score, in force with its next version; each takes 4 x dim bytes
+    # of the device, in bfloat16 2 x dim, and 4 x dim more where the ranker retrieves
+    spare_items: Annotated[int, msgspec.Meta(ge=0)] = 4096
     selfcheck_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.001  # share of cached ranks scored again, cold
     selfcheck_max_drift: Positive = 1e-3  # of the logits' standard deviation
 

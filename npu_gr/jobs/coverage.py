@@ -38,8 +38,8 @@ class Coverage(NamedTuple):
 
     @classmethod
     def of(cls, vocabulary: ItemVocabulary, item_ids: I64) -> Coverage:
-        """Count the items, [n] external ids, that a ranker's vocabulary has."""
-        return cls(int(np.count_nonzero(vocabulary.rows(item_ids) != UNKNOWN)), len(item_ids))
+        """Count the items, [n] external ids, that a ranker was trained with; new ones tell nothing of its data."""
+        return cls(int(np.count_nonzero(vocabulary.trained_rows(item_ids) != UNKNOWN)), len(item_ids))
 
 
 Items = Callable[[], I64]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.item_names import EMPTY, ItemNames, names_of
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32, I64
@@ -42,6 +42,7 @@ from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.in_use import InUse
 from npu_gr.jobs.late_features import LateFeatureReader
+from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.computed_features import cross_features
 from npu_gr.model.order import Order
@@ -60,7 +61,7 @@ class Ranking:
         self,
         config: RankingConfig,
         model: ModelInfo,
-        vocabulary: ItemVocabulary,
+        items: ScoredItems,
         engine: RankEngine,
         relay: Relay[Tokens],
         metrics: Metrics,
@@ -72,7 +73,7 @@ class Ranking:
         Args:
             config: which histories and candidates it accepts.
             model: what it says of itself.
-            vocabulary: external item ids -> rows.
+            items: that it has rows for.
             engine: runs its passes.
             relay: keeps its prefixes.
             metrics: where it counts.
@@ -85,7 +86,7 @@ class Ranking:
         self.features = ModelFeatures(model.features)
         self.late = LateFeatureReader(self.features, cross_features(engine.model))
         self.names = names  # replaced where a reload finds others beside the same weights
-        self.vocabulary = vocabulary
+        self.items = items
         self.order = order
         self.engine = engine
         self.relay = relay
@@ -114,9 +115,9 @@ class Ranking:
         return self.model.version
 
     @property
-    def item_ids(self) -> I64:
-        """External ids by row, int64 [num_items]."""
-        return self.vocabulary.ids
+    def vocabulary(self) -> ItemVocabulary:
+        """External item ids <-> rows, of this moment."""
+        return self.items.vocabulary
 
     def tokenize(self, history: UserHistory) -> Tokens:
         """Turn behaviours into the tokens that the ranker reads.
@@ -173,7 +174,8 @@ class Ranking:
             vector: [d] u, to answer retrieval scores too; None = they are not wanted.
         """
         began_at = time.monotonic()
-        rows, known = self._candidates(request.candidates)
+        refuses = (request.unknown_items or self._config.unknown_items) == "refuse"
+        rows, known = self._candidates(request.candidates, refuses)
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         late = self.late.of_rank(request, tokens, rows, known, shown_at)
         work = RankPass(tokens, 0, rows, shown_at, vector=vector, features=late)
@@ -203,7 +205,7 @@ class Ranking:
         """
         if found.candidates is None or found.scores is None:
             return None
-        if not np.array_equal(self.item_ids[found.candidates], request.candidates):
+        if not np.array_equal(self.vocabulary.ids_of(found.candidates), request.candidates):
             return None
         assert request.timestamp is not None
         known = np.ones(len(found.candidates), np.bool_)
@@ -284,14 +286,20 @@ class Ranking:
 
     # ---- candidates and scores
 
-    def _candidates(self, ids: I64) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """Find the rows of the known candidates, and a mask of the given ones that are known."""
+    def _candidates(self, ids: I64, refuses: bool) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Find the rows of the known candidates, and a mask of the given ones that are known.
+
+        Raises:
+            Unprocessable: some are unknown, and the request `refuses` such; the message names the first of them.
+        """
         rows = self.vocabulary.rows(ids)
         known = rows != UNKNOWN
         missing = len(ids) - int(np.count_nonzero(known))
         if missing:
-            if self._config.unknown_items == "refuse":
-                raise Unprocessable(f"candidates: {missing} unknown, the first is {int(ids[~known][0])}")
+            if refuses:
+                first = names_of([self.names], ids[~known][:_NAMED])
+                more = ", ..." if missing > _NAMED else ""
+                raise Unprocessable(f"candidates: {missing} unknown: {', '.join(map(str, first))}{more}")
             rows = rows[known]
         return rows, known
 
@@ -340,4 +348,5 @@ def _placed(scores: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> F32:
     return column
 
 
+_NAMED = 10  # unknown candidates that a message names
 _SELFCHECK_S = 60.0  # a self-check that has not run by then is dropped

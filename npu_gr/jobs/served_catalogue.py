@@ -25,6 +25,7 @@ from npu_gr.engine.beam_search import Tables
 from npu_gr.engine.job import JobOrder
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.coverage import Before, anything
+from npu_gr.jobs.scored_items import Commit, Follow, nobody
 
 
 class ServedCatalogue:
@@ -57,6 +58,7 @@ class ServedCatalogue:
         self._catalogue = Catalogue()
         self._names = EMPTY
         self.filters = FilterCache(filter_cache_bytes)
+        self.follow: Follow = nobody  # asked before a version comes into service, which it may refuse
         self._tables: dict[str, Tables] = {}  # content -> tables, of the version in service and of the one kept
         self._publishing = asyncio.Lock()
 
@@ -79,7 +81,7 @@ class ServedCatalogue:
             What `before` raises; the same.
         """
         names = await asyncio.to_thread(ItemNames.load, self._path.parent) or EMPTY
-        info = await self._publish(self._read, before)
+        info = await self._publish(self._read, before, is_strict=False)
         self._names = names
         return info
 
@@ -94,7 +96,10 @@ class ServedCatalogue:
         def changed() -> Snapshot:
             with self._catalogue.pin() as snapshot:
                 if change.add:
-                    records = [Record(new.item_id, list(new.sid), new.order, new.attributes) for new in change.add]
+                    records = [
+                        Record(new.item_id, list(new.sid), new.order, new.attributes, new.features)
+                        for new in change.add
+                    ]
                     names = snapshot.names
                     snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
                     named = [new for new in change.add if new.name or new.title]
@@ -104,18 +109,20 @@ class ServedCatalogue:
                     snapshot = withdraw(snapshot, change.withdraw)
                 return snapshot if change.restore is None else restore(snapshot, change.restore)
 
-        return await self._publish(changed, before)
+        return await self._publish(changed, before, is_strict=True)
 
-    async def _publish(self, make: Callable[[], Snapshot], before: Before) -> CatalogueInfo:
+    async def _publish(self, make: Callable[[], Snapshot], before: Before, *, is_strict: bool) -> CatalogueInfo:
         async with self._publishing:
             snapshot = await asyncio.to_thread(make)
-            await before(lambda: _item_ids(snapshot))
+            await before(lambda: snapshot.item_ids)
             if snapshot.content not in self._tables:
                 uploaded = await self._scheduler.call(
                     lambda: Tables.upload(snapshot.trie, self._device), float("inf"), order=JobOrder(0.0)
                 )
                 self._tables[snapshot.content] = uploaded.value
+            commit = await self.follow(snapshot, is_strict)
             self._catalogue.publish(snapshot)
+            commit()
             kept = self._catalogue.contents()
             self._tables = {content: tables for content, tables in self._tables.items() if content in kept}
         return self.info()
@@ -128,14 +135,22 @@ class ServedCatalogue:
             )
         return make_snapshot(items, Codebooks.stacked(self._codes, self._first_token))
 
-    def rollback(self) -> CatalogueInfo:
+    async def rollback(self) -> CatalogueInfo:
         """Serve the version before.
 
         Raises:
             DataError: no earlier version is kept.
         """
-        self._catalogue.rollback()
+        async with self._publishing:
+            commit = await self.follow(self._catalogue.kept(), False)
+            self._catalogue.rollback()
+            commit()
         return self.info()
+
+    async def followed(self) -> Commit:
+        """Ask who follows to prepare for the version in service."""
+        with self._catalogue.pin() as snapshot:
+            return await self.follow(snapshot, False)
 
     def info(self) -> CatalogueInfo:
         """Describe the version in service."""
@@ -151,17 +166,9 @@ class ServedCatalogue:
     def item_ids(self) -> I64:
         """List the items that can be found, in ascending order; ten million take tens of milliseconds. Any thread."""
         with self._catalogue.pin() as snapshot:
-            return _item_ids(snapshot)
+            return snapshot.item_ids
 
     def num_paths(self) -> tuple[int, ...]:
         """Count the semantic-ID paths of 1, 2, ... codes in the version in service."""
         with self._catalogue.pin() as snapshot:
             return tuple(len(level) for level in snapshot.trie.token)
-
-
-def _item_ids(snapshot: Snapshot) -> I64:
-    places = snapshot.trie.by_id
-    if snapshot.available is not None:
-        places = places[snapshot.available.allowed[places]]
-    item_ids: I64 = snapshot.trie.leaf_item[places]
-    return item_ids

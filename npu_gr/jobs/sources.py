@@ -59,7 +59,7 @@ async def from_transitions(asked: SourceRequest) -> I64:
     ranking = asked.ranking
     if ranking.order is None or not len(asked.rows):
         raise ColdUser("no item of the history has transitions")
-    found = ranking.item_ids[ranking.order.top(asked.rows, asked.num_items + len(asked.denied))]
+    found = ranking.vocabulary.ids_of(ranking.order.top(asked.rows, asked.num_items + len(asked.denied)))
     return found[~among(found, asked.denied)][: asked.num_items]
 
 

@@ -18,6 +18,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
 
+import numpy as np
+
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import I64
@@ -81,8 +83,13 @@ class TrunkUse:
                 Called on a device thread.
         """
         ranking = self._ranking
+
+        def chosen(rows: I64) -> I64:
+            known = ranking.vocabulary
+            return known.rows(choose(known.ids_of(rows)))
+
         self._ahead = Ahead(
-            lambda rows: ranking.vocabulary.rows(choose(ranking.item_ids[rows])),
+            chosen,
             self._max_candidates,
             lambda rows: ranking.late.of_candidates(NO_COLUMNS, self._tokens, rows, self._shown_at),
         )
@@ -92,7 +99,7 @@ class TrunkUse:
         if self._ahead is None or self._ahead.found is None:
             return None
         self._found = self._ahead.found  # its u serves the rank
-        return self._ranking.item_ids[self._found.rows]
+        return self._ranking.vocabulary.ids_of(self._found.rows)
 
     async def find(self, num_items: int, denied: I64, call: Call) -> I64:
         """Find the items with the highest retrieval scores.
@@ -112,7 +119,7 @@ class TrunkUse:
         lease = await self._leased(1, call.deadline_at)
         try:
             rows = ranking.vocabulary.rows(denied)
-            hidden = rows[rows != UNKNOWN]
+            hidden = np.union1d(rows[rows != UNKNOWN], ranking.items.hidden)
             used, found = await ranking.find(
                 self._tokens, self._shown_at, num_items, hidden, lease, call, self._features, self._ahead
             )
@@ -124,7 +131,7 @@ class TrunkUse:
         self._found = found
         if found.scores is not None:  # a rank of others would lease for itself
             await self._held.aclose()
-            return ranking.item_ids[found.rows]
+            return ranking.vocabulary.ids_of(found.rows)
         if used.keep is not None:
             await self._held.aclose()  # publishes it; nobody can take it before it is leased again
             used = await self._leased(self._max_candidates, call.deadline_at)
@@ -134,7 +141,7 @@ class TrunkUse:
             await self._held.aclose()
         else:
             self._lease = used
-        return ranking.item_ids[found.rows]
+        return ranking.vocabulary.ids_of(found.rows)
 
     async def rank(self, request: RankRequest, call: Call) -> RankAnswer:
         """Score candidates; if u was found, the answer has their retrieval scores too.

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.errors import NotFound
 from npu_gr.core.published import Published
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.ranking import Ranking
+from npu_gr.jobs.scored_items import Commit
 
 V = TypeVar("V", Ranking, Generation)
 
@@ -155,6 +157,24 @@ class Versions:
     def _draining(self) -> list[Ranking | Generation]:
         found = [models.draining for models in (self.rankers, self.generators) if models is not None]
         return [version for version in found if version is not None]
+
+    async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
+        """Have every version of the ranker prepare for a version of the catalogue; see `ScoredItems.follow`.
+
+        Args:
+            snapshot: that is about to come into service.
+            is_strict: of the version in service; one that drains does what it can.
+        """
+        if self.rankers is None:
+            return lambda: None
+        current = self.rankers.current
+        commits = [await r.items.follow(snapshot, is_strict and r is current) for r in self.rankers.all()]
+
+        def commit() -> None:
+            for show in commits:
+                show()
+
+        return commit
 
     def of_ranker(self) -> tuple[str, ...]:
         """Name the versions of the ranker, the current one first; () = the instance does not rank."""

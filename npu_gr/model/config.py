@@ -20,6 +20,11 @@ class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str
     num_values: Count
     max_values: Count = 1
+    values: tuple[str, ...] = ()  # their names, by which a new item says its own; none = they were not kept
+
+    def __post_init__(self) -> None:
+        if self.values and len(set(self.values)) != self.num_values:
+            raise ValueError(f"item_features {self.name}: values: needs {self.num_values} names, each once")
 
 
 class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +52,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kind: Literal["hstu"] = "hstu"
     num_items: Count
     item_features: tuple[ItemFeature, ...] = ()
+    item_codes: tuple[Count, ...] = ()  # number of codes of each level of the items' semantic IDs; none = not read
+    row_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the training; 0 = no score for a new item
     features: tuple[Feature, ...] = ()  # what it reads beside items, actions and times
     actions: tuple[str, ...]  # what a behaviour can be, e.g. ratings; an event's action is an index into it
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
@@ -150,12 +157,17 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Whether the attention's times are those that its kernels know."""
         return self.time_buckets is None and self.attention_time == "own"
 
+    @property
+    def scores_new_items(self) -> bool:
+        """Whether an item that was not in the training gets a score: by its features and codes."""
+        return self.row_dropout > 0 and bool(self.item_codes or self.item_features or self.features_of("item"))
+
 
 # Keys that are written only where they are not the default: older versions know no such key.
 LATER = (
     *("retrieval", "features", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets"),
     *("attention_time", "token", "query_times", "head", "head_periods", "head_norm", "head_item_norm"),
-    *("head_norm_eps", "head_activation", "head_scale"),
+    *("head_norm_eps", "head_activation", "head_scale", "item_codes", "row_dropout"),
 )
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
@@ -177,6 +189,9 @@ def write_keys(config: HSTUConfig) -> dict[str, Any]:
     for key in LATER:
         if keys[key] == defaults[key]:
             del keys[key]
+    for feature in keys["item_features"]:
+        if not feature["values"]:
+            del feature["values"]
     return keys | {key: value for key, (value, _) in PINNED.items()}
 
 

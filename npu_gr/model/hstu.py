@@ -37,6 +37,7 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
+from npu_gr.model.item_rows import ItemCodeRows, NewItems
 from npu_gr.model.norms import ClockMix, PerHeadNorm, head_mlp, head_norm
 from npu_gr.model.time_buckets import edges_of
 
@@ -212,6 +213,7 @@ class HSTULayer(nn.Module):
 class HSTU(nn.Module):
     """The ranker's weights and its forward pass."""
 
+    codes: ItemCodeRows  # only with `item_codes`
     item_feature_codes: Tensor
     item_feature_numbers: Tensor
 
@@ -226,6 +228,8 @@ class HSTU(nn.Module):
         for index, f in enumerate(config.item_features):  # value ids of every item, num_values = padding
             ids = torch.full((config.num_items, f.max_values), f.num_values)
             self.register_buffer(f"feature_ids_{index}", ids)
+        if config.item_codes:
+            self.codes = ItemCodeRows(config.num_items, config.item_codes, config.dim)
         self.features = nn.ModuleDict(
             {of: FeatureTable(own, config.dim) for of in OFS if (own := config.features_of(of))}
         )
@@ -257,6 +261,8 @@ class HSTU(nn.Module):
             assert isinstance(table, nn.Embedding)
             nn.init.normal_(table.weight, std=0.02)
         self._item_table: Tensor | None = None
+        self._num_spare = 0  # of its rows
+        self.kept_rows: Tensor | None = None  # of a step with row dropout, see `draw_kept`; None = every residual row
 
     def cast(self, dtype: torch.dtype) -> HSTU:
         """Compute in `dtype`, in place.
@@ -293,7 +299,7 @@ class HSTU(nn.Module):
         return first.norm_in.weight.dtype
 
     def embed_items(self, rows: Tensor) -> Tensor:
-        """Item plus the mean of each side feature's values: [...] item rows -> [..., dim]; NEXT has no features."""
+        """Sum up what each item's vector is made of: [...] item rows -> [..., dim]; NEXT is one row."""
         if self.config.has_next:
             items = self._embed_known(rows.clamp(max=self.config.num_items - 1))
             return torch.where((rows == self.config.num_items)[..., None], self.next_item, items)
@@ -301,25 +307,74 @@ class HSTU(nn.Module):
 
     def _embed_known(self, rows: Tensor) -> Tensor:
         x: Tensor = self.item(rows)
-        for index, (f, table) in enumerate(zip(self.config.item_features, self.feature, strict=True)):
-            ids = getattr(self, f"feature_ids_{index}")[rows]
-            count = (ids != f.num_values).sum(-1, keepdim=True).clamp(min=1)
-            x = x + table(ids).sum(-2) / count.to(x.dtype)
+        if self.kept_rows is not None:
+            x = x * self.kept_rows[rows]
+        ids = [getattr(self, f"feature_ids_{index}")[rows] for index in range(len(self.config.item_features))]
+        values = None
         if "item" in self.features:
             values = FeatureValues(self.item_feature_codes[rows], self.item_feature_numbers[rows])
-            x = x + self._table_of("item")(values).to(x.dtype)
-        return x
+        return self._add_common(x, ids, self.codes.of_item[rows] if self.config.item_codes else None, values)
 
-    def freeze_items(self) -> None:
-        """Fold the side features into one table, so that serving gathers one row an item. Call after loading."""
+    def _add_common(
+        self, x: Tensor, feature_ids: Sequence[Tensor], codes: Tensor | None, values: FeatureValues | None
+    ) -> Tensor:
+        """Add what items have in common: the means of their features' values, and the rows of their codes."""
+        for f, table, ids in zip(self.config.item_features, self.feature, feature_ids, strict=True):
+            count = (ids != f.num_values).sum(-1, keepdim=True).clamp(min=1)
+            x = x + table(ids).sum(-2) / count.to(x.dtype)
+        if values is not None:
+            x = x + self._table_of("item")(values).to(x.dtype)
+        return x if codes is None else self.codes.add(x, codes)
+
+    def item_parts(self) -> list[nn.Parameter]:
+        """List the tables whose rows an item's vector is the sum of."""
+        tables = [self.item, *self.feature, *(self.codes.levels if self.config.item_codes else ())]
+        return [parameter for table in tables for parameter in table.parameters()]
+
+    def freeze_items(self, num_spare: int = 0) -> None:
+        """Fold everything into one table, so that serving gathers one row an item. Call after loading.
+
+        Args:
+            num_spare: rows for new items, behind those of the trained ones.
+        """
         with torch.inference_mode():
             rows = torch.arange(self.config.num_items + self.config.has_next, device=self.item.weight.device)
-            self._item_table = torch.cat([self.embed_items(part) for part in rows.split(65536)])
+            parts = [self.embed_items(part) for part in rows.split(65536)]
+            if num_spare:
+                next_row = [parts[-1][-1:]] if self.config.has_next else []
+                parts[-1] = parts[-1][:-1] if self.config.has_next else parts[-1]
+                parts += [parts[0].new_zeros(num_spare, self.config.dim), *next_row]
+            self._item_table = torch.cat(parts)
+            self._num_spare = num_spare
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of items, the spare ones included."""
+        return self.config.num_items + self._num_spare
+
+    @torch.inference_mode()
+    def new_item_vectors(self, new: NewItems) -> Tensor:
+        """Sum up the vectors of items without residual rows: [n, dim]."""
+        device = self.item.weight.device
+        x = self.item.weight.new_zeros(len(new.codes), self.config.dim)
+        ids = [torch.from_numpy(values).to(device) for values in new.features]
+        codes = torch.from_numpy(new.codes).to(device) if self.config.item_codes else None
+        values = None
+        if "item" in self.features and new.values is not None:
+            values = FeatureValues(*(part.to(device) for part in FeatureValues.of(new.values)))
+        return self._add_common(x, ids, codes, values)
+
+    @torch.inference_mode()
+    def write_items(self, first_row: int, vectors: Tensor) -> None:
+        """Write the vectors of new items, [n, dim], into spare rows of the frozen table that nobody reads yet."""
+        assert self._item_table is not None
+        assert self.config.num_items <= first_row <= self.num_rows - len(vectors)
+        self._item_table[first_row : first_row + len(vectors)] = vectors
 
     def item_vectors(self) -> Tensor:
-        """The vectors that u is compared with, fp32 [num_items, dim]: the frozen table's, not a copy in fp32."""
+        """The vectors that u is compared with, fp32 [num_rows, dim]: the frozen table's, not a copy in fp32."""
         assert self._item_table is not None
-        return self._compared(self._item_table[: self.config.num_items])
+        return self._compared(self._item_table[: self.num_rows])
 
     def _compared(self, rows: Tensor) -> Tensor:
         """Item rows [..., dim] as u is compared with them, fp32."""

@@ -11,6 +11,9 @@
 The four weights are fitted by likelihood on validation. Of each item the most probable successors are kept; what
 probability they leave over is shared by all other items, in proportion to their popularity.
 
+Of a new item, a row from `num_items` on, nothing was counted: its m is the mean of those that it stands among, which
+decides nothing, and it leads to what is popular.
+
 A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order.
 """
 
@@ -41,6 +44,7 @@ LAST_EVENTS = 5  # of a history that are read, and most events that a counted pa
 PRIOR = 10.0  # transitions that the popularity counts for
 _LEAST = 1e-12  # probability that rounding leaves to the rest of a row
 _ROWS_AT_ONCE = 1 << 16  # of a large catalogue's table, in double precision
+_NO_ROWS: I32 = np.empty(0, np.int32)
 _NOTES = "npu_gr.order"  # key of the file's metadata
 
 
@@ -62,7 +66,9 @@ class Order:
     successors: I32  # [I, S] item rows, ascending; -1 = padding, which comes first
     log_prob: F32  # [I, S] log P(successor | item); -inf in the padding
     popularity: F32  # [I] log of each item's share of the events, smoothed: finite
-    _rest: F32 = field(init=False, repr=False)  # [I] factor of the popularity of what is no kept successor of the item
+    # [I + 1] each item's factor of the popularity of what is no kept successor of it; the last one is that of new items
+    _rest: F32 = field(init=False, repr=False)
+    _shares: F32 = field(init=False, repr=False)  # [I + 1] popularity; the last one is that of new items
 
     def __post_init__(self) -> None:
         """Check shapes and values.
@@ -86,11 +92,12 @@ class Order:
             raise ValueError(f"successors: need ascending item rows below {num_items}, -1 before them")
         if np.isnan(self.log_prob).any() or (self.log_prob > 0).any() or not np.isfinite(self.log_prob[is_known]).all():
             raise ValueError("log_prob: needs logs of probabilities")
-        object.__setattr__(self, "_rest", self._factors())
-
-    def _factors(self) -> F32:
-        """Compute `_rest`: what an item's successors leave over, by the popularity of all others."""
         share = np.exp(self.popularity.astype(np.float64))
+        object.__setattr__(self, "_rest", np.append(self._factors(share), np.float32(1 / share.sum())))
+        object.__setattr__(self, "_shares", np.append(self.popularity, np.float32(np.log(share.mean()))))
+
+    def _factors(self, share: npt.NDArray[np.float64]) -> F32:
+        """Compute what an item's successors leave over, by the popularity of all others."""
         total = share.sum()
         rest = np.empty(self.num_items, np.float32)
         for start in range(0, self.num_items, _ROWS_AT_ONCE):
@@ -111,27 +118,35 @@ class Order:
 
         Args:
             history: int64 [n] item rows, oldest first; the last `LAST_EVENTS` count, and more may be given.
-            candidates: int64 [c] item rows.
+            candidates: int64 [c] item rows; new ones too, as in the history.
 
         Returns:
-            float32 [c]; of an empty history the popularity.
+            float32 [c]; of an empty history the popularity. Among new items alone, that of a mean item.
         """
+        log_share = self._shares[np.minimum(candidates, self.num_items)]
         if not len(history):
-            return self.popularity[candidates]
+            return self._neutral(log_share, candidates)
         newest_first = history[-LAST_EVENTS:][::-1]
         weights = DECAY ** np.arange(len(newest_first))
         weights /= weights.sum()
-        share = np.exp(self.popularity[candidates].astype(np.float64))
+        share = np.exp(log_share.astype(np.float64))
         mixed = np.zeros(len(candidates))
-        for weight, item in zip(weights, newest_first, strict=True):
-            known = self.successors[item]
+        for weight, item in zip(weights, np.minimum(newest_first, self.num_items), strict=True):
+            known = self.successors[item] if item < self.num_items else _NO_ROWS
             place = np.minimum(np.searchsorted(known, candidates), max(len(known) - 1, 0))
             probability = self._rest[item] * share
             if len(known):
                 kept = known[place] == candidates
                 probability[kept] = np.exp(self.log_prob[item, place[kept]].astype(np.float64))
             mixed += weight * probability
-        return np.log(mixed).astype(np.float32)
+        return self._neutral(np.log(mixed).astype(np.float32), candidates)
+
+    def _neutral(self, transitions: F32, candidates: I64) -> F32:
+        """Give new candidates the mean of the others, in place."""
+        is_new = candidates >= self.num_items
+        if is_new.any() and not is_new.all():
+            transitions[is_new] = transitions[~is_new].mean()
+        return transitions
 
     def top(self, history: I64, k: int) -> I64:
         """Retrieve the most probable successors of the last events.
@@ -143,7 +158,8 @@ class Order:
         Returns:
             int64 [<= k] item rows, best first, of equals the lower row; only kept successors, so there may be few.
         """
-        kept = np.unique(self.successors[history[-LAST_EVENTS:]])
+        recent = history[-LAST_EVENTS:]
+        kept = np.unique(self.successors[recent[recent < self.num_items]])
         found: I64 = kept[kept >= 0].astype(np.int64)
         best: I64 = found[np.argsort(-self.transitions(history, found), kind="stable")[:k]]
         return best

@@ -57,7 +57,7 @@ class CatalogueOfGenerator:
         """Serve the version before."""
         with _unprocessable("catalogue"):
             async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
-                info = self._items.rollback()
+                info = await self._items.rollback()
                 await before(self._items.item_ids)
                 return info
 

@@ -221,6 +221,9 @@ async def open_models(config: Config, backend: Backend, scheduler: Scheduler, me
     if config.generate is not None:
         generation = (await open_generation(config, backend, scheduler, metrics)).activate()
     versions = Versions(ranking, generation, metrics.process.runs)
+    if generation is not None:
+        generation.items.follow = versions.follow
+        (await generation.items.followed())()
     metrics.process.runs(versions.models()[0])
     return versions
 
@@ -292,6 +295,11 @@ def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: 
     versions = service.versions
     if versions.rankers is not None:
         metrics.process.observe_limits({"history_tokens": lambda: versions.ranker().max_events})
+        metrics.rank.observe_items(
+            lambda: versions.ranker().items.num_new,
+            lambda: versions.ranker().items.num_unscored,
+            lambda: versions.ranker().items.num_spare,
+        )
     if versions.generators is not None:
         metrics.process.observe_limits(
             {

@@ -36,6 +36,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.generation import Generation, warm_up
 from npu_gr.jobs.ranking import Ranking
+from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.dram_store import DramStore
@@ -88,7 +89,7 @@ class Prepared(Generic[M]):
 
     activate: Callable[[], M]
     actions: tuple[str, ...] | None = None  # names, of a ranker
-    vocabulary: ItemVocabulary | None = None  # of a ranker
+    scored: ScoredItems | None = None  # of a ranker
     items: ServedCatalogue | None = None  # that a generator finds
 
 
@@ -137,6 +138,7 @@ async def open_ranking(
     await prove(engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config)
     if beside is not None:
         engine.copy_bytes_per_s = beside.engine.copy_bytes_per_s
+    scored = ScoredItems(engine, vocabulary)
     model = ModelInfo(
         name=checkpoint.name,
         version=checkpoint.version,
@@ -166,9 +168,9 @@ async def open_ranking(
             tenant_weights=config.admission.tenant_weights,
         )
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
-        return Ranking(config.service, model, vocabulary, engine, relay, metrics, names, checkpoint.order)
+        return Ranking(config.service, model, scored, engine, relay, metrics, names, checkpoint.order)
 
-    return Prepared(activate, actions=model.actions, vocabulary=vocabulary)
+    return Prepared(activate, actions=model.actions, scored=scored)
 
 
 async def _attention(
@@ -241,7 +243,8 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
     if config.dtype != "checkpoint":
         checkpoint.model.cast(getattr(torch, config.dtype))
     check_weights(checkpoint.model, f"checkpoint {config.checkpoint}")
-    checkpoint.model.to(backend.device).eval().freeze_items()
+    model = checkpoint.model.to(backend.device).eval()
+    model.freeze_items(config.service.spare_items if model.config.scores_new_items else 0)
     backend.synchronize()  # a device thread reads it in a stream of its own
     return checkpoint
 

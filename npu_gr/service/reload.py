@@ -30,6 +30,8 @@ from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
+from npu_gr.jobs.scored_items import Commit, ScoredItems
+from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.sources import POPULAR
 from npu_gr.jobs.versions import ModelVersions, V, Versions
 from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
@@ -164,8 +166,12 @@ class Reload:
             popular = await asyncio.to_thread(read_popular, self._cascade.parts.config.popular)
             sources[POPULAR] = lambda: popular
         async with self._coverage.changing:
-            measured = await self._coverage.check(ranking.vocabulary if ranking is not None else None, sources)
+            scored = None if ranking is None else ranking.scored
+            measured = await self._coverage.check(None if scored is None else scored.vocabulary, sources)
+            commits = await self._followed(scored, None if generation is None else generation.items)
             # From here on nothing fails and nothing waits: a model that takes over pages must serve at once.
+            for commit in commits:
+                commit()
             if versions.rankers is not None and ranking is not None:
                 _replace(versions.rankers, ranking)
             if versions.generators is not None and generation is not None:
@@ -175,6 +181,20 @@ class Reload:
             self._coverage.accept(measured)
             self._reconfigure(new)
         log.info("reloaded: %s", ", ".join(f"{m.name} {m.version}" for m in versions.models() if not m.is_draining))
+
+    async def _followed(self, scored: ScoredItems | None, items: ServedCatalogue | None) -> list[Commit]:
+        """Have rankers prepare for the catalogue: a new ranker for the one that will serve, all for one that is new."""
+        versions = self._versions
+        commits = []
+        if items is not None:
+            items.follow = versions.follow
+            commits.append(await items.followed())
+        elif versions.generators is not None:
+            items = versions.generators.current.items
+        if scored is not None and items is not None:
+            with items.pin() as (snapshot, _):
+                commits.append(await scored.follow(snapshot, False))
+        return commits
 
     def _reconfigure(self, new: Config) -> None:
         for kind, models in ((RANK, self._versions.rankers), (GENERATE, self._versions.generators)):

@@ -28,7 +28,6 @@ from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.features.base import HistoryConfig
-from npu_gr.jobs.cascade_plan import RecommendConfig
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors
@@ -113,7 +112,7 @@ def is_well(found: list[Opened]) -> bool:
 def _of_instance(config: Config) -> Iterator[Opened]:
     if config.checkpoint is not None:
         folder = Path(config.checkpoint)
-        yield _tried("checkpoint", lambda: _ranker(folder, config.recommend))
+        yield _tried("checkpoint", lambda: _ranker(folder, config))
     if config.generate is not None:
         yield from _generator(config.generate)
     if config.match is not None:
@@ -179,14 +178,22 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
         return Opened(key, OpenedState.NOTE, "was not read, for there is no torch", "pip install 'npu_gr[serve]'")
 
 
-def _ranker(folder: Path, cascade: RecommendConfig | None) -> str:
+def _ranker(folder: Path, config: Config) -> str:
+    import torch
+
     from npu_gr.model import weights
 
     found = weights.load(folder)
-    if cascade is not None:
-        retrieves = found.model.config.retrieval
-        cascade.check_ranker(str(folder), retrieves=retrieves, has_order=found.order is not None)
-    return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items"
+    shape = found.model.config
+    if config.recommend is not None:
+        config.recommend.check_ranker(str(folder), retrieves=shape.retrieval, has_order=found.order is not None)
+    spare = "no new items: it was trained without row dropout"
+    if shape.scores_new_items:
+        is_wide = (config.dtype if config.dtype != "checkpoint" else found.model.dtype) in ("float32", torch.float32)
+        each = shape.dim * (4 if is_wide else 6 if shape.retrieval else 2)
+        count = config.service.spare_items
+        spare = f"room for {count} new items, {count * each / 2**20:.1f} MiB of the device"
+    return f"{folder}: {found.name}, version {found.version}, {len(found.item_ids)} items; {spare}"
 
 
 def _generator(section: GenerateConfig) -> Iterator[Opened]:

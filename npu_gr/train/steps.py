@@ -67,7 +67,7 @@ class EpochTrainer(Generic[M]):
         model: M,
         options: StepOptions,
         *,
-        table: Tensor,
+        tables: Sequence[Tensor],
         table_weight_decay: float,
         stage: str,
         auxiliary: Sequence[nn.Parameter] = (),
@@ -78,8 +78,8 @@ class EpochTrainer(Generic[M]):
         Args:
             model: what is trained and averaged.
             options: of the steps.
-            table: the model's embedding table, which has a weight decay of its own.
-            table_weight_decay: of `table`. Vectors (biases, norms) have none.
+            tables: the model's embedding tables that have a weight decay of their own.
+            table_weight_decay: of `tables`. Vectors (biases, norms) have none.
             stage: names the training in its progress.
             auxiliary: parameters that are trained along and not averaged.
             progress: called after every step.
@@ -89,11 +89,11 @@ class EpochTrainer(Generic[M]):
         self._stage = stage
         self._progress = progress
         self._parameters = [*model.parameters(), *auxiliary]
-        matrices = [p for p in self._parameters if p.ndim > 1 and p is not table]
+        matrices = [p for p in self._parameters if p.ndim > 1 and all(p is not table for table in tables)]
         vectors = [p for p in self._parameters if p.ndim < 2]
         self._optimizer = torch.optim.AdamW(
             [
-                {"params": [table], "weight_decay": table_weight_decay},
+                {"params": [*tables], "weight_decay": table_weight_decay},
                 {"params": matrices, "weight_decay": options.weight_decay},
                 {"params": vectors, "weight_decay": 0.0},
             ],

@@ -81,3 +81,18 @@ def test_a_fingerprint_names_one_history() -> None:
         values[25] = (values[25] + 1) % 3 if field != "timestamps" else values[25] + 1
         seen.add(made(changed).fingerprint(50))
     assert len(seen) == 51 + 3
+
+
+def test_a_new_item_parts_the_fingerprint_once_it_is_known_and_by_its_row() -> None:
+    history = Events.make([3, 900, 5], [1, 1, 1], [10, 20, 30])
+
+    def read(vocabulary: ItemVocabulary) -> Tokens:
+        return tokenize(history, vocabulary, 3, max_tokens=9, cut_step_tokens=1, refuse_unknown=False)
+
+    known = VOCABULARY.with_new(np.array([900], np.int64))
+    again = known.with_new(np.array([900], np.int64))
+    tokens = [read(vocabulary) for vocabulary in (VOCABULARY, known, again)]
+    assert [len(one) for one in tokens] == [2, 3, 3]
+    assert len({one.fingerprint(len(one)) for one in tokens}) == 3
+    assert len({one.fingerprint(1) for one in tokens}) == 1  # what is before it is the same prefix
+    assert read(again).fingerprint(3) == tokens[2].fingerprint(3)

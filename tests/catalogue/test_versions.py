@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ def as_items(rows: list[Row]) -> Items:
         np.array([row[1] for row in rows], np.int32).reshape(len(rows), 2),
         np.array([row[2] for row in rows], np.float32),
         {"kind": np.array([row[3] for row in rows], np.str_)},
+        {row[0]: {"kinds": [row[3]]} for row in rows if row[3]},
     )
 
 
@@ -53,6 +55,7 @@ class Changes(RuleBasedStateMachine):
         self.snapshot = make_snapshot(as_items([]), BOOKS)
         self.held: dict[int, Row] = {}  # in the trie
         self.withdrawn: set[int] = set()
+        self.removed: set[int] = set()  # withdrawn, then dropped from the trie
 
     @rule(rows=st.lists(rows, max_size=4, unique_by=lambda row: row[0]))
     def add(self, rows: list[Row]) -> None:
@@ -62,6 +65,7 @@ class Changes(RuleBasedStateMachine):
             return
         self.snapshot = add(self.snapshot, as_items(rows))
         self.held = {i: row for i, row in self.held.items() if i not in self.withdrawn} | {row[0]: row for row in rows}
+        self.removed = (self.removed | self.withdrawn) - {row[0] for row in rows}
         self.withdrawn = set()
         assert self.snapshot.version == make_snapshot(as_items(list(self.held.values())), BOOKS).version
 
@@ -89,6 +93,9 @@ class Changes(RuleBasedStateMachine):
             kind = str(self.snapshot.attributes["kind"][place])
             found[item] = (item, sids[place], float(self.snapshot.order[place]), kind)
         assert found == self.held
+        assert self.snapshot.features == {item: {"kinds": [row[3]]} for item, row in self.held.items() if row[3]}
+        assert self.snapshot.item_ids.tolist() == sorted(self.held.keys() - self.withdrawn)
+        assert self.snapshot.withdrawn_ids.tolist() == sorted(self.withdrawn | self.removed)
         assert (available is None) == (not self.withdrawn)
         assert self.snapshot.num_items == len(self.held) - len(self.withdrawn)
         if available:
@@ -110,10 +117,11 @@ def test_the_version_is_of_the_content() -> None:
         make_snapshot(as_items([(5, (0, 1), 1.0, "bool"), *THREE[1:]]), BOOKS),
         make_snapshot(as_items([(5, (0, 1), 1.5, "book"), *THREE[1:]]), BOOKS),
         make_snapshot(as_items([(5, (0, 2), 1.0, "book"), *THREE[1:]]), BOOKS),
+        make_snapshot(replace(as_items(THREE), features={5: {"kinds": ["novel"]}}), BOOKS),
         withdraw(make_snapshot(as_items(THREE), BOOKS), ids(5)),
         withdraw(make_snapshot(as_items(THREE), BOOKS), ids(6)),
     ]
-    assert len({version, *(other.version for other in others)}) == 6
+    assert len({version, *(other.version for other in others)}) == 7
 
 
 def test_num_bytes_counts_columns_and_filter() -> None:

@@ -57,6 +57,22 @@ def test_transitions_are_the_dense_tables(seed: int, num_events: int) -> None:
     assert np.exp(got.astype(np.float64)).sum() == pytest.approx(1, abs=1e-6)
 
 
+def test_a_new_item_is_neutral_and_leads_to_what_is_popular() -> None:
+    order = an_order()
+    every = np.arange(ITEMS + 2)
+    old = np.arange(ITEMS)
+    share = np.exp(order.popularity.astype(np.float64))
+    alone = order.transitions(every[:0], every[ITEMS:])
+    assert np.exp(alone) == pytest.approx(share.mean())
+    for history in (every[:0], old, np.array([ITEMS, 3])):
+        among = order.transitions(history, every)
+        assert among[ITEMS:] == pytest.approx(among[:ITEMS].mean())
+    np.testing.assert_allclose(order.transitions(np.array([ITEMS]), old), np.log(share / share.sum()), rtol=1e-5)
+    assert order.transitions(old, every)[:ITEMS].tolist() == order.transitions(old, old).tolist()
+    assert order.top(np.array([ITEMS, 3]), 4).tolist() == order.top(np.array([3]), 4).tolist()
+    assert len(order.top(np.array([ITEMS]), 4)) == 0
+
+
 def test_of_an_empty_history_the_popularity_is_left() -> None:
     order = an_order()
     nothing = np.empty(0, np.int64)

@@ -125,7 +125,7 @@ async def test_unknown_items_are_counted_or_refused(tmp_path: Path) -> None:
         problem = await post(
             client, "/v1/rank", 422, user_id="u", history=columns(events(3)), candidates=[*CANDIDATES, 9]
         )
-        assert problem["detail"] == "candidates: 1 unknown, the first is 9"
+        assert problem["detail"] == "candidates: 1 unknown: 9"
 
 
 async def test_a_long_history_is_cut_and_says_so(tmp_path: Path) -> None:

@@ -208,6 +208,12 @@ def _process() -> list[Panel]:
             "ops",
             {"{{where}}": total("unknown_items_total", "where")},
         ),
+        series(
+            "New items",
+            "Items of the catalogue that the ranker was not trained with, and the rows that are left for more.",
+            "short",
+            {"{{instance}} {{state}}": of("new_items"), "{{instance}} rows left": of("spare_item_rows")},
+        ),
     ]
 
 

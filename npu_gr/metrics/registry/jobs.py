@@ -34,6 +34,12 @@ class RankMetrics:
             (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
         )
         self._drift_failures = make.counter("selfcheck_failures_total", "Self-checks beyond the allowed drift.")
+        self._new_items = make.gauge(
+            "new_items",
+            "Items of the catalogue that the ranker was not trained with: scored by features and codes, or unscored.",
+            ("state",),
+        )
+        self._spare_items = make.gauge("spare_item_rows", "Rows of the ranker's table that are left for new items.")
 
     def answered(self, answer: RankAnswer) -> None:
         """Count what a rank read and scored."""
@@ -53,6 +59,18 @@ class RankMetrics:
             self._unknown["history"].inc(report.unknown_items)
         if report.cut_tokens:
             self._cut_tokens.inc(report.cut_tokens)
+
+    def observe_items(self, scored: Callable[[], int], unscored: Callable[[], int], spare: Callable[[], int]) -> None:
+        """Export how the ranker in service stands to items that it was not trained with, read at each scrape.
+
+        Args:
+            scored: new items that have a row.
+            unscored: those that have none.
+            spare: rows that are left.
+        """
+        self._new_items.labels("scored").set_function(scored)
+        self._new_items.labels("unscored").set_function(unscored)
+        self._spare_items.set_function(spare)
 
     def drifted(self, ratio: float, is_failure: bool) -> None:
         """Record a self-check: how far cached scores are from cold ones, in standard deviations."""

@@ -14,18 +14,28 @@ from npu_gr.server.codec.fields import MOST_NAMES, Item, Items, Name, Value, opt
 from npu_gr.server.config import ServerConfig
 
 MAX_TITLE = 1024  # characters
+MAX_VALUE = 256  # characters of a feature's value
+MOST_VALUES = 64  # of one feature of an item
 MOST_ADDED = 10_000  # items of one change; more of them are published as a file, and reloaded
 CHANGE_BYTES = 262_144  # of a change beside its columns: 30 ms if all of it are entries of maps
 
 
+FeatureValue = Annotated[str, msgspec.Meta(max_length=MAX_VALUE)] | int | float
+FeatureValues = Annotated[list[FeatureValue], msgspec.Meta(max_length=MOST_VALUES)]
+
+
 class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """An item for the catalogue, as in its file: order score and attributes if the others have them."""
+    """An item for the catalogue, as in its file: order score and attributes if the others have them.
+
+    `features`, by name, are what the ranker was trained to read of an item; with the semantic ID they make its score.
+    """
 
     item_id: Item  # its name
     title: Annotated[str, msgspec.Meta(max_length=MAX_TITLE)] = ""
     sid: Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1, max_length=16)]
     order: float | None = None
     attributes: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = {}
+    features: Annotated[dict[Name, FeatureValue | FeatureValues], msgspec.Meta(max_length=MOST_NAMES)] = {}
 
 
 class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +92,7 @@ def _new_item(place: int, new: NewItemBody) -> NewItem:
         sid=tuple(new.sid),
         order=new.order,
         attributes=new.attributes,
+        features=new.features,
     )
 
 

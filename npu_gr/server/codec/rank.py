@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -35,6 +35,7 @@ class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     candidates: Candidates
     timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    unknown_items: Literal["ignore", "refuse"] | None = None  # refuse: 422 instead of null for a candidate
     features: RankFeatures | msgspec.UnsetType = msgspec.UNSET
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles` of `top`
 
@@ -72,6 +73,7 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
         cross_features=parse_columns(given.cross, known.cross.features, len(candidates), "features.cross"),
         timestamp=shown_at(body.timestamp),
         top_k=body.top_k,
+        unknown_items=body.unknown_items,
         model_version=body.model_version,
     )
 

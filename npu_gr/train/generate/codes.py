@@ -202,6 +202,28 @@ def residual_codes(vectors: F32, code_count: Sequence[int], uses: I64, seed: int
     return ItemCodes(sids.astype(np.int32), tuple(code_count), tuple(centroids), tuple(residuals), num_moved)
 
 
+def codes_of_new(codes: ItemCodes, vectors: F32, new_vectors: F32) -> I32:
+    """Code items that came after the others, whose codes stay: the nearest codes with a free semantic ID.
+
+    Args:
+        codes: of the others, made by `residual_codes`.
+        vectors: float32 [N, d] of the others.
+        new_vectors: float32 [n, d]; of two new items that collide the first keeps its codes.
+
+    Returns:
+        int32 [n, L].
+    """
+    rest = torch.from_numpy(new_vectors)
+    found = []
+    for centroids in codes.centroids:
+        code, _ = _nearest(rest, torch.from_numpy(centroids))
+        rest = rest - torch.from_numpy(centroids)[code]
+        found.append(code.numpy())
+    sids = np.concatenate([codes.sids, np.stack(found, axis=1)]).astype(np.int64)
+    _resolve(sids, np.concatenate([vectors, new_vectors]), codes.centroids, np.arange(len(sids)))
+    return sids[len(codes.sids) :].astype(np.int32)
+
+
 def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Cluster rows.
 

@@ -175,6 +175,20 @@ def train_generator(
     return TrainedGenerator(model, whole, codes, report)
 
 
+def both_codes(
+    interactions: Interactions, features: Sequence[ItemValues], options: GenerateOptions
+) -> tuple[ItemCodes, ItemCodes]:
+    """Make the codes of the evaluated and of the refitted generator, for a ranker that is trained beside it.
+
+    Args:
+        interactions: the whole log.
+        features, options: as of `train_generator`, which makes the same codes of them.
+    """
+    log = build_log(interactions, features, SPLIT)
+    evaluated, served = log.only_trained(SPLIT), log.all_trained()
+    return _codes(evaluated, features, options, None), _codes(served, features, options, None)
+
+
 def _codes(
     log: InteractionLog, features: Sequence[ItemValues], options: GenerateOptions, path: Path | None
 ) -> ItemCodes:
@@ -284,7 +298,7 @@ def _epochs(
     trainer = EpochTrainer(
         model,
         options,
-        table=model.embedding.weight,
+        tables=[model.embedding.weight],
         table_weight_decay=options.code_weight_decay,
         stage=stage,
         progress=progress,

@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
-from npu_gr.train.data import InteractionLog, NextItem, batches, windows
-from npu_gr.train.generate.codes import item_vectors
+from npu_gr.model.item_rows import draw_kept
+from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
+from npu_gr.train.generate.codes import ItemCodes, item_vectors
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import batch_loss
 from npu_gr.train.rank.options import TrainOptions
@@ -54,6 +55,7 @@ def fit(
     num_epochs: int | None = None,
     gives_up: GivesUp = lambda *_: False,
     features: Sequence[Feature] = (),
+    codes: ItemCodes | None = None,
 ) -> Fitted:
     """Train a model. The same arguments and number of threads give the same bits.
 
@@ -69,6 +71,7 @@ def fit(
         num_epochs: end after so many; the learning rate falls as if there were all. None = all.
         gives_up: asked after every epoch with a validation.
         features: what the model reads beside items, actions and times.
+        codes: of the log's items, by row; None = the model reads none.
 
     Raises:
         DataError: a task has only one class, or the loss is not finite.
@@ -76,14 +79,14 @@ def fit(
     """
     labels = make_labels(log, tasks)
     torch.manual_seed(options.seed)
-    model = new_model(log, item_features, tasks, options, features)
+    model = new_model(log, item_features, tasks, options, features, codes)
     inputs = LogInputs(log, model)
     random = np.random.default_rng(options.seed)
     auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))  # one action: there is none to learn
     trainer = EpochTrainer(
         model,
         options,
-        table=model.item.weight,
+        tables=model.item_parts(),
         table_weight_decay=options.item_weight_decay,
         stage=stage,
         auxiliary=[*auxiliary.parameters()],
@@ -93,15 +96,15 @@ def fit(
     stopping = EarlyStopping(options.patience)
     curve: list[float] = []
     best, best_epochs = model, 0
+
+    def loss_of(batch: Batch) -> Tensor:
+        model.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
+        with_click = trainer.done_ratio >= CLICK_AFTER
+        return batch_loss(model, auxiliary, inputs, batch, labels, options, with_click=with_click)
+
     for epoch in range(options.epochs if num_epochs is None else num_epochs):
         parts = list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random))
-        trainer.run_epoch(
-            epoch,
-            parts,
-            lambda batch: batch_loss(
-                model, auxiliary, inputs, batch, labels, options, with_click=trainer.done_ratio >= CLICK_AFTER
-            ),
-        )
+        trainer.run_epoch(epoch, parts, loss_of)
         if is_judged:
             curve.append(float(next_item_likelihood(inputs, trainer.averaged.eval(), validation).mean()))
         if not is_judged or stopping.is_best(math.exp(curve[-1])):
@@ -118,6 +121,7 @@ def new_model(
     tasks: Sequence[Task],
     options: TrainOptions,
     features: Sequence[Feature] = (),
+    codes: ItemCodes | None = None,
 ) -> HSTU:
     """Make a model for a log, with its start. An item starts where its neighbours in the trained histories are.
 
@@ -125,13 +129,16 @@ def new_model(
         ConfigError: the options do not make a model.
     """
     tables = item_tables(log, item_features)
+    values_of = {feature.name: tuple(feature.values) for feature in item_features}
     try:
         config = HSTUConfig(
             num_items=log.num_items,
             item_features=tuple(
-                ItemFeature(name=name, num_values=padding, max_values=codes.shape[1])
-                for name, (codes, padding) in tables.items()
+                ItemFeature(name=name, num_values=padding, max_values=rows.shape[1], values=values_of[name])
+                for name, (rows, padding) in tables.items()
             ),
+            item_codes=() if codes is None else codes.code_count,
+            row_dropout=options.row_dropout if tables or codes is not None else 0.0,
             features=tuple(features),
             actions=log.names_of_actions,
             tasks=tuple(task.name for task in tasks),
@@ -152,8 +159,8 @@ def new_model(
     except ValueError as error:
         raise ConfigError(f"train: {error}") from error
     model = HSTU(config)
-    for index, (codes, _) in enumerate(tables.values()):
-        getattr(model, f"feature_ids_{index}").copy_(torch.from_numpy(codes))
+    for index, (rows, _) in enumerate(tables.values()):
+        getattr(model, f"feature_ids_{index}").copy_(torch.from_numpy(rows))
     with torch.no_grad():
         for part in (model.layers, model.head):
             for linear in part.modules():
@@ -165,4 +172,6 @@ def new_model(
             near = torch.from_numpy(item_vectors(log, [], options.dim, NEIGHBOURS, options.seed))
             nn.init.normal_(model.item.weight, std=ITEM_NOISE)
             model.item.weight[:, : near.shape[1]] += options.item_length * near
+        if codes is not None:
+            model.codes.start(codes.sids, model.item.weight)
     return model

@@ -86,6 +86,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_decay: Annotated[Weight, Meta(description="of matrices")] = 0.1
     item_weight_decay: Annotated[Weight, Meta(description="of item embeddings, which overfit first")] = 0.5
     dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.3
+    row_dropout: Annotated[
+        DropoutRatio,
+        Meta(description="share of the items that a step knows by features and codes alone, as it will know new ones"),
+    ] = 0.1
     vector_dropout: Annotated[DropoutRatio, Meta(description="share of the user's vector that is dropped")] = 0.15
     average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.995
     item_length: Annotated[

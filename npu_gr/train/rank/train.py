@@ -24,6 +24,7 @@ from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.baselines import MatrixFactorisation, Means, fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
@@ -45,12 +46,20 @@ class HeldOutEvents(NamedTuple):
     targets: Sequence[NextItem]  # the validation's next items
 
 
+class RankerCodes(NamedTuple):
+    """Semantic IDs that the ranker's items get, by rows of the log: those of the generator that serves beside it."""
+
+    evaluated: ItemCodes  # nothing of what is held out has shaped them
+    served: ItemCodes  # of the refit
+
+
 def train_rank(
     interactions: Interactions,
     item_features: Sequence[ItemValues],
     options: TrainOptions,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     evaluated: Callable[[Checkpoint], None] = lambda _: None,
+    codes: RankerCodes | None = None,
 ) -> tuple[Checkpoint, Evaluation]:
     """Train a ranker, evaluate it beside the baselines, and refit it on all events.
 
@@ -60,6 +69,7 @@ def train_rank(
         options: the model and its training.
         progress: called after every step of training and every user of the evaluation, in this thread.
         evaluated: called with the evaluated ranker, before the refit.
+        codes: semantic IDs of the items; None = the ranker reads none.
 
     Returns:
         The checkpoint, with the evaluated ranker's figures as its metrics, and the figures of all models.
@@ -90,6 +100,7 @@ def train_rank(
             stage,
             progress,
             gives_up=gives_up,
+            codes=None if codes is None else codes.evaluated,
             features=features,
         )
 
@@ -123,6 +134,7 @@ def train_rank(
             "ranker: refit",
             progress,
             fitted.num_epochs,
+            codes=None if codes is None else codes.served,
             features=choose_features(everything, item_features, chosen.tasks, options),
         )
         if order is not None:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import msgspec
-
 from npu_gr.dataset.files import Dataset, read_dataset
 from npu_gr.features.interactions import ItemValues
 from npu_gr.matching.vectors import save as save_vectors
@@ -16,9 +14,9 @@ from npu_gr.model.hf import version
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.train.data import TESTED, Split
 from npu_gr.train.generate.publish import publish
-from npu_gr.train.generate.train import SPLIT, TrainedGenerator, train_generator
+from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, train_generator
 from npu_gr.train.next_command import CONFIGURATION
-from npu_gr.train.rank.train import train_rank
+from npu_gr.train.rank.train import RankerCodes, train_rank
 from npu_gr.train.retrieve.train import TrainedRetriever, train_retriever
 from npu_gr.train.site.options import SiteOptions
 from npu_gr.train.site.report import (
@@ -46,7 +44,7 @@ class _Trained(NamedTuple):
 class Part(NamedTuple):
     """One model of a site."""
 
-    options: Callable[[SiteOptions], msgspec.Struct]  # those that decide it
+    options: Callable[[SiteOptions], object]  # those that decide it
     train: Callable[[Dataset, SiteOptions, Path, Show], _Trained]  # into a folder
 
 
@@ -86,7 +84,10 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
         dataset.names.save(folder / EVALUATED)
         save(checkpoint, folder / EVALUATED)
 
-    checkpoint, found = train_rank(dataset.interactions(), dataset.item_features(), options.rank, show, keep)
+    interactions, features = dataset.interactions(), dataset.item_features()
+    # Features say more of a new item than codes that come of neighbours, which it has not: see docs/measured.md.
+    codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
+    checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
     what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
     measured_on = _stands(found.split, found.num_trained, what)
     return _Trained(save(checkpoint, folder), measured_on, ranker_figures(found), warning_of(found.comparison()))
@@ -124,13 +125,19 @@ def _publish(trained: TrainedGenerator, features: Sequence[ItemValues], options:
     (folder / CONFIGURATION).unlink()  # the site has one that serves all models
 
 
+def _of_codes(options: SiteOptions) -> object:
+    """Take what decides the semantic IDs, which the ranker reads too."""
+    generate = options.generate
+    return generate.seed, generate.code_count, generate.vector_dim, generate.company_window
+
+
 def _stands(split: Split, num_trained: int, what: str) -> str:
     return f"{TESTED[split]}, {what}; trained on {num_trained:,} older events"
 
 
 PARTS: dict[PartName, Part] = {
     "generator": Part(lambda options: options.generate, _generator),
-    "ranker": Part(lambda options: options.rank, _ranker),
+    "ranker": Part(lambda options: (options.rank, _of_codes(options)), _ranker),
     "vectors": Part(lambda options: options.retrieve, _vectors),
 }
 """The longest training first."""
