@@ -11,6 +11,8 @@ from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize, window_start
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.history import Events
+from npu_gr.feature_schema.columns import ModelFeatures
+from npu_gr.feature_schema.schema import Feature
 from tests.models import events
 
 VOCABULARY = ItemVocabulary(np.arange(300, dtype=np.int64))
@@ -81,3 +83,26 @@ def test_a_fingerprint_names_one_history() -> None:
         values[25] = (values[25] + 1) % 3 if field != "timestamps" else values[25] + 1
         seen.add(made(changed).fingerprint(50))
     assert len(seen) == 51 + 3
+
+
+def test_the_users_token_stands_in_front_and_stays_when_old_events_go() -> None:
+    features = ModelFeatures([Feature(name="country", of="user", kind="category", values=("fr", "de"))])
+
+    def read(country: str) -> Tokens:
+        vocabulary = ItemVocabulary(np.arange(10))
+        events = Events.make(range(6), [0] * 6, range(10, 16))
+        return tokenize(
+            events, vocabulary, 1, max_tokens=6, cut_step_tokens=1, refuse_unknown=True,
+            features=features, user_features={"country": country},
+        )  # fmt: skip
+
+    tokens = read("fr")
+    assert (len(tokens), tokens.report.num_tokens) == (7, 7)
+    assert tokens.timestamps.tolist() == [10, 10, 11, 12, 13, 14, 15]
+    assert (len(tokens[:1]), tokens[:1].num_user, len(tokens[:1].rows)) == (1, 1, 0)
+    assert (len(tokens[3:]), tokens[3:].num_user, tokens[3:].rows.tolist()) == (4, 0, [2, 3, 4, 5])
+    newest = tokens.newest(3)
+    assert (newest.num_user, newest.rows.tolist(), newest.timestamps.tolist()) == (1, [4, 5], [14, 14, 15])
+    for num_tokens in range(1, 8):
+        assert tokens.fingerprint(num_tokens) == tokens[:num_tokens].fingerprint(num_tokens)
+        assert tokens.fingerprint(num_tokens) != read("de").fingerprint(num_tokens)
