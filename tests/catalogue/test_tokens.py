@@ -11,6 +11,8 @@ from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize, window_start
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.history import Events
+from npu_gr.feature_schema.columns import ModelFeatures
+from npu_gr.feature_schema.schema import Feature
 from tests.models import events
 
 VOCABULARY = ItemVocabulary(np.arange(300, dtype=np.int64))
@@ -96,3 +98,26 @@ def test_a_new_item_parts_the_fingerprint_once_it_is_known_and_by_its_row() -> N
     assert len({one.fingerprint(len(one)) for one in tokens}) == 3
     assert len({one.fingerprint(1) for one in tokens}) == 1  # what is before it is the same prefix
     assert read(again).fingerprint(3) == tokens[2].fingerprint(3)
+
+
+def test_the_users_token_stands_in_front_and_stays_when_old_events_go() -> None:
+    features = ModelFeatures([Feature(name="country", of="user", kind="category", values=("fr", "de"))])
+
+    def read(country: str) -> Tokens:
+        vocabulary = ItemVocabulary(np.arange(10))
+        events = Events.make(range(6), [0] * 6, range(10, 16))
+        return tokenize(
+            events, vocabulary, 1, max_tokens=6, cut_step_tokens=1, refuse_unknown=True,
+            features=features, user_features={"country": country},
+        )  # fmt: skip
+
+    tokens = read("fr")
+    assert (len(tokens), tokens.report.num_tokens) == (7, 7)
+    assert tokens.timestamps.tolist() == [10, 10, 11, 12, 13, 14, 15]
+    assert (len(tokens[:1]), tokens[:1].num_user, len(tokens[:1].rows)) == (1, 1, 0)
+    assert (len(tokens[3:]), tokens[3:].num_user, tokens[3:].rows.tolist()) == (4, 0, [2, 3, 4, 5])
+    newest = tokens.newest(3)
+    assert (newest.num_user, newest.rows.tolist(), newest.timestamps.tolist()) == (1, [4, 5], [14, 14, 15])
+    for num_tokens in range(1, 8):
+        assert tokens.fingerprint(num_tokens) == tokens[:num_tokens].fingerprint(num_tokens)
+        assert tokens.fingerprint(num_tokens) != read("de").fingerprint(num_tokens)
