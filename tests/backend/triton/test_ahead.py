@@ -81,7 +81,7 @@ def test_the_steps_of_hstu_are_bound_by_its_products(kernels_compiled: list[dict
         counts = steps_of(TOKENS)
         mean = sum(n * length for n, length in zip(counts, (far, near, edge), strict=True)) / sum(counts)
         assert mean <= 2.5 * IDEAL, f"{far} far, {near} near, {edge} at an edge"
-        assert wide > edge
+        assert wide >= edge
 
 
 def steps_of(tokens: int) -> tuple[int, int, int]:
