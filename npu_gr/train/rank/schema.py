@@ -117,15 +117,19 @@ def _empty(column: FeatureColumn) -> DataError:
 
 
 def number_feature(feature: Feature, numbers: F32 | F64) -> Feature:
-    """Give a number its buckets.
+    """Give a number its buckets, or its scale.
 
     Args:
         feature: without borders.
         numbers: [n], those that it has in the trained part, none missing.
 
     Returns:
-        With borders; of one single value, which has none, scaled.
+        With borders; a cross feature, and one of a single value, scaled.
     """
+    if feature.of == "cross":
+        deviation = float(numbers.std()) if len(numbers) else 0.0
+        mean = float(numbers.mean()) if len(numbers) else 0.0
+        return _replaced(feature, mean=mean, scale=deviation or 1.0)
     values = np.unique(numbers.astype(np.float32))
     if len(values) <= 1:
         return feature
