@@ -1,10 +1,13 @@
 """Choose a ranker's features by what the trained part of a log holds.
 
-texts      a category of the values that two users or events have at least; of more than `MAX_CATEGORY` of them,
-hashed into twice as many buckets
-numbers    buckets: between the values where there are few, else about equally many users or events each
-computed   numbers as well; `likes` are the events, and a `rate` the share of them, that the first task of actions
-or values calls positive
+    texts      a category of the values that two users or events have at least; of more than `MAX_CATEGORY` of them,
+               hashed into twice as many buckets
+    numbers    buckets: between the values where there are few, else about equally many users or events each; those of
+               a user and an item together are scaled
+    computed   numbers as well; `likes` are the events, and a `rate` the share of them, that the first task of actions
+               or values calls positive
+
+Features that are told (`features`) are taken as they are.
 """
 
 from __future__ import annotations
