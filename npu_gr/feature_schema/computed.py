@@ -61,14 +61,14 @@ class ComputedFeature(Protocol):
         ...
 
 
-class Rule(NamedTuple):
+class ComputedRule(NamedTuple):
     """What is computed of a history and a candidate."""
 
     what: str  # one of OF_HISTORY
     by: str  # an item feature, or ALL; "" = the item itself
 
 
-def read_rule(computed: str) -> Rule:
+def read_rule(computed: str) -> ComputedRule:
     """Read `WHAT` or `WHAT_by:FEATURE`.
 
     Raises:
@@ -77,7 +77,7 @@ def read_rule(computed: str) -> Rule:
     what, by, feature = computed.partition(BY)
     if what not in OF_HISTORY or bool(by) != bool(feature):
         raise ValueError(f"computed: {computed!r} is none of {', '.join(OF_HISTORY)}, alone or with {BY}FEATURE")
-    return Rule(what, feature)
+    return ComputedRule(what, feature)
 
 
 class ItemValueTable(NamedTuple):
@@ -142,7 +142,7 @@ class CrossFeatures:
         Raises:
             ValueError: a feature names an action or an item feature that the model lacks.
         """
-        self.rules: list[tuple[str, Rule, Bools]] = []  # name, what is computed, whether each action counts
+        self.rules: list[tuple[str, ComputedRule, Bools]] = []  # name, what is computed, whether each action counts
         for feature in features:
             if not feature.computed:
                 continue

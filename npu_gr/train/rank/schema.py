@@ -1,10 +1,13 @@
 """Choose a ranker's features by what the trained part of a log holds.
 
-texts      a category of the values that two users or events have at least; of more than `MAX_CATEGORY` of them,
-hashed into twice as many buckets
-numbers    buckets: between the values where there are few, else about equally many users or events each
-computed   numbers as well; `likes` are the events, and a `rate` the share of them, that the first task of actions
-or values calls positive
+    texts      a category of the values that two users or events have at least; of more than `MAX_CATEGORY` of them,
+               hashed into twice as many buckets
+    numbers    buckets: between the values where there are few, else about equally many users or events each; those of
+               a user and an item together are scaled
+    computed   numbers as well; `likes` are the events, and a `rate` the share of them, that the first task of actions
+               or values calls positive
+
+Features that are told (`features`) are taken as they are.
 """
 
 from __future__ import annotations
@@ -117,15 +120,19 @@ def _empty(column: FeatureColumn) -> DataError:
 
 
 def number_feature(feature: Feature, numbers: F32 | F64) -> Feature:
-    """Give a number its buckets.
+    """Give a number its buckets, or its scale.
 
     Args:
         feature: without borders.
         numbers: [n], those that it has in the trained part, none missing.
 
     Returns:
-        With borders; of one single value, which has none, scaled.
+        With borders; a cross feature, and one of a single value, scaled.
     """
+    if feature.of == "cross":
+        deviation = float(numbers.std()) if len(numbers) else 0.0
+        mean = float(numbers.mean()) if len(numbers) else 0.0
+        return _replaced(feature, mean=mean, scale=deviation or 1.0)
     values = np.unique(numbers.astype(np.float32))
     if len(values) <= 1:
         return feature

@@ -272,8 +272,9 @@ def test_columns_become_features_by_what_the_trained_part_holds() -> None:
             name="many", of="event", values=np.array([f"v{at}" for at in range(num)], np.object_), kind="hashed"
         ),
         FeatureColumn(name="few", of="request", values=np.where(late, 9.0, place % 3)),
-        FeatureColumn(name="wide", of="cross", values=np.where(place % 4 > 0, 0.0, place.astype(float))),
+        FeatureColumn(name="wide", of="event", values=np.where(place % 4 > 0, 0.0, place.astype(float))),
         FeatureColumn(name="age", of="user", values=np.array([20.0, 30.0, np.nan, 30.0])),
+        FeatureColumn(name="near", of="cross", values=(place % 2).astype(float)),
     )
     logged = build_log(dataclasses.replace(log, columns=columns), GENRES, "leave-one-out")
     found = {feature.name: feature for feature in choose_features(logged, GENRES, (CLICK, LIKE), TrainOptions())}
@@ -283,6 +284,8 @@ def test_columns_become_features_by_what_the_trained_part_holds() -> None:
     assert found["few"].borders == (0.5, 1.5)
     assert found["wide"].borders[0] == 4.0  # three of four are 0: a bucket by itself
     assert found["age"].borders == (25.0,)
+    assert found["near"].is_dense
+    assert (found["near"].mean, found["near"].scale) == pytest.approx((0.5, 0.5), abs=1e-2)
     computed = choose_features(logged, GENRES, (CLICK, LIKE), OPTIONS)[-len(COMPUTED) :]
     assert [(feature.name, feature.computed, feature.actions) for feature in computed if feature.actions] == [
         ("likes_by:genre", "events_by:genre", ("5",)),
