@@ -16,7 +16,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.server.codec import CODECS
 from npu_gr.server.rpc.messages import COMPILED, OURS, compiled
-from npu_gr.server.rpc.shapes import FIXED, Shape, message_name, shapes_of, structs_within
+from npu_gr.server.rpc.shapes import FIXED, FieldShape, message_name, shapes_of, structs_within
 
 FOLDER = Path(__file__).parent.parent / "server" / "rpc" / "protos"
 FILES = ("health.proto", "inference.proto", "npu_gr.proto")
@@ -163,6 +163,6 @@ def _message(struct: Any, name: str, numbers: _Numbers) -> str:
     return "\n".join([*lines, "}\n"])
 
 
-def _field(shape: Shape, number: int) -> str:
+def _field(shape: FieldShape, number: int) -> str:
     label = f"{shape.label} " if shape.label else ""
     return f"  {label}{shape.type} {shape.name} = {number};"

@@ -22,7 +22,7 @@ def load(device: torch.device) -> Any:
         ConfigError: triton-ascend is not installed or cannot be imported, or the kernel computes something else.
     """
     try:
-        attention = importlib.import_module(MODULE).Attention()
+        attention = importlib.import_module(MODULE).NpuAttention()
     except ImportError as error:
         raise ConfigError(f"attention: triton needs triton-ascend, which brings triton: {error}") from error
     if wrong := _disagreement(attention, device):

@@ -59,7 +59,7 @@ def hstu_tasks_kernel(
         )  # fmt: skip
 
 
-class Attention(hstu.Attention):
+class NpuAttention(hstu.Attention):
     """The kernel behind the two calls of `Backend`, on an NPU."""
 
     programs = 2 * CORES

@@ -5,7 +5,7 @@ every token, [U, O, Y] before the output matrix, and an MLP of the product of a 
 item. MLPs of one item, or of one set of actions, are folded into tables: a row each.
 
 Source: its public code, `modules/{dlrm_hstu,stu,preprocessors,action_encoder,positional_encoder,postprocessors}.py`;
-settings are the fields of its `DlrmHSTUConfig`, with the defaults of `dlrm_v3/configs.py`. Its GPU kernel clamps time
+settings are the fields of its `DlrmHSTUConfig`, with the defaults of its configurations. Its GPU kernel clamps time
 buckets at the table's end, which is what is served.
 """
 

@@ -19,7 +19,7 @@ _NAMES = (_ADMISSIONS, *(f"{family}_{part}" for family in (_DURATION, _STAGES) f
 _BEFORE = frozenset({"door", "history", "lease", "preprocess"})  # stages that make the device's input
 
 
-class Times(msgspec.Struct, frozen=True):
+class CallTimes(msgspec.Struct, frozen=True):
     """How often something was done, and how long it took in all."""
 
     count: int = 0
@@ -29,14 +29,14 @@ class Times(msgspec.Struct, frozen=True):
 class InferStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the requests, and where the time of those that were answered went."""
 
-    success: Times
-    fail: Times  # refused and failed ones: how long they took is not measured
-    queue: Times
-    compute_input: Times  # reading, history, lease
-    compute_infer: Times
-    compute_output: Times  # part of the input's: writing is not measured apart
+    success: CallTimes
+    fail: CallTimes  # refused and failed ones: how long they took is not measured
+    queue: CallTimes
+    compute_input: CallTimes  # reading, history, lease
+    compute_infer: CallTimes
+    compute_output: CallTimes  # part of the input's: writing is not measured apart
 
-    def items(self) -> list[tuple[str, Times]]:
+    def items(self) -> list[tuple[str, CallTimes]]:
         """List all of them by name."""
         return [(field.name, getattr(self, field.name)) for field in msgspec.structs.fields(self)]
 
@@ -79,12 +79,12 @@ async def statistics(insight: Insight, models: Iterable[tuple[str, str]]) -> lis
 
 
 def _of_model(name: str, version: str, samples: list[_Sample]) -> ModelStatistics:
-    def total(family: str, stages: Iterable[str] = ("",)) -> Times:
+    def total(family: str, stages: Iterable[str] = ("",)) -> CallTimes:
         """Add the times of stages; their count is that of the one that was measured most often."""
         own = [one for one in samples if one.labels.get("stage", "") in stages]
         counts = [int(one.value) for one in own if one.name == f"{family}_count"]
         seconds = sum(one.value for one in own if one.name == f"{family}_sum")
-        return Times(max(counts, default=0), round(seconds * 1e9))
+        return CallTimes(max(counts, default=0), round(seconds * 1e9))
 
     failed = sum(
         int(one.value)
@@ -100,10 +100,10 @@ def _of_model(name: str, version: str, samples: list[_Sample]) -> ModelStatistic
         execution_count=success.count,
         inference_stats=InferStatistics(
             success=success,
-            fail=Times(failed),
+            fail=CallTimes(failed),
             queue=total(_STAGES, ("queue",)),
             compute_input=total(_STAGES, _BEFORE),
             compute_infer=total(_STAGES, others),
-            compute_output=Times(),
+            compute_output=CallTimes(),
         ),
     )

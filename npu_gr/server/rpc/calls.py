@@ -68,7 +68,7 @@ UNEXPECTED = "an unexpected error; the log has it under this request id"
 Metadata = tuple[tuple[str, str], ...]
 
 
-class Shared(NamedTuple):
+class RpcShared(NamedTuple):
     """What all calls of one server share."""
 
     service: ServiceProtocol
@@ -82,10 +82,10 @@ class Shared(NamedTuple):
     pieces: Pieces
 
 
-class Call:
+class RpcCall:
     """A call, or one message of a stream."""
 
-    def __init__(self, path: str, metadata: dict[str, str], remaining_s: float | None, shared: Shared) -> None:
+    def __init__(self, path: str, metadata: dict[str, str], remaining_s: float | None, shared: RpcShared) -> None:
         """It begins now.
 
         Args:
@@ -132,14 +132,14 @@ class Call:
 class Calls:
     """Runs calls. Event loop only."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: RpcShared) -> None:
         """Nothing runs yet."""
         self.shared = shared
 
     # ---- from gRPC and back
 
     async def unary(
-        self, path: str, scope: Scope | None, work: Callable[[Call, bytes], Awaitable[bytes]], context: Any
+        self, path: str, scope: Scope | None, work: Callable[[RpcCall, bytes], Awaitable[bytes]], context: Any
     ) -> bytes:
         """Serve a call with one message.
 
@@ -149,7 +149,7 @@ class Calls:
             work: makes the answer of the message.
             context: gRPC's.
         """
-        call = Call(path, metadata_of(context), context.time_remaining(), self.shared)
+        call = RpcCall(path, metadata_of(context), context.time_remaining(), self.shared)
 
         async def run() -> bytes:
             await self.find_key(call, scope)
@@ -168,10 +168,10 @@ class Calls:
         return answer
 
     async def message(
-        self, path: str, scope: Scope, work: Callable[[Call, bytes], Awaitable[bytes]], context: Any, body: bytes
+        self, path: str, scope: Scope, work: Callable[[RpcCall, bytes], Awaitable[bytes]], context: Any, body: bytes
     ) -> bytes:
         """Serve one message of a stream. Raises what `work` raises, and what a key may."""
-        call = Call(path, metadata_of(context), context.time_remaining(), self.shared)
+        call = RpcCall(path, metadata_of(context), context.time_remaining(), self.shared)
 
         async def run() -> bytes:
             await self.find_key(call, scope)
@@ -181,7 +181,7 @@ class Calls:
 
         return await self.counted(call, run)
 
-    async def counted(self, call: Call, run: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def counted(self, call: RpcCall, run: Callable[[], Awaitable[bytes]]) -> bytes:
         """Run a call, and count, trace and log it however it ends."""
         shared = self.shared
         CURRENT.set(call.trace)
@@ -208,7 +208,7 @@ class Calls:
             shared.metrics.requests.in_flight.dec()
             self._end(call, status, failure, refusal)
 
-    def _end(self, call: Call, status: int, failure: Failure | None, refusal: Refusal | None) -> None:
+    def _end(self, call: RpcCall, status: int, failure: Failure | None, refusal: Refusal | None) -> None:
         shared = self.shared
         ended = EndedRequest(
             kind=None if call.kind is None else call.kind.name,
@@ -239,7 +239,7 @@ class Calls:
 
     # ---- the parts of a call
 
-    async def find_key(self, call: Call, scope: Scope | None) -> None:
+    async def find_key(self, call: RpcCall, scope: Scope | None) -> None:
         """Find the caller's key. Raises Unauthorized, held back where keys are tried, or Forbidden."""
         if scope is None:
             call.key = ANYBODY
@@ -253,7 +253,7 @@ class Calls:
             raise
         keys.require(call.key, scope)
 
-    async def _read(self, context: Any, call: Call) -> bytes:
+    async def _read(self, context: Any, call: RpcCall) -> bytes:
         """Read the message of a call.
 
         Raises:
@@ -270,12 +270,12 @@ class Calls:
         call.whole_at = time.monotonic()
         return body
 
-    def _received(self, call: Call, body: bytes) -> _Received:
+    def _received(self, call: RpcCall, body: bytes) -> _Received:
         if call.key is not None:
             self.shared.keys.spend(call.key)
         return _Received(self.shared.listener, len(body))
 
-    async def decoded(self, call: Call, cls: Any, body: bytes) -> Any:
+    async def decoded(self, call: RpcCall, cls: Any, body: bytes) -> Any:
         """Make a message of protobuf of its bytes. Raises BadRequest where they are none, TooLarge for its fields."""
         from google.protobuf.message import DecodeError
 
@@ -290,7 +290,7 @@ class Calls:
 
     async def ask(
         self,
-        call: Call,
+        call: RpcCall,
         kind: Kind[Any, Any],
         tenant: str,
         parse: Callable[[], tuple[Any, Shown]],
@@ -354,7 +354,7 @@ def metadata_of(context: Any) -> dict[str, str]:
     return given
 
 
-def status_of(error: Exception, call: Call) -> tuple[grpc.StatusCode, str, Metadata]:
+def status_of(error: Exception, call: RpcCall) -> tuple[grpc.StatusCode, str, Metadata]:
     """Translate an error: code, text, trailing metadata."""
     about = _about(call)
     if not isinstance(error, NpuGrError):
@@ -380,6 +380,6 @@ def title_of(error: Exception) -> str:
     return error.title if isinstance(error, NpuGrError) else NpuGrError.title
 
 
-def _about(call: Call) -> Metadata:
+def _about(call: RpcCall) -> Metadata:
     trace: Trace = call.trace
     return (headers.REQUEST_ID.lower(), call.request_id), ("traceparent", trace.header)

@@ -7,12 +7,13 @@ from typing import Any
 
 from npu_gr.core.errors import NotFound
 from npu_gr.core.words import quoted
-from npu_gr.server.rpc.calls import Call, Calls
+from npu_gr.server.rpc.calls import RpcCall, Calls
 from npu_gr.server.rpc.messages import HEALTH, INFERENCE, OURS, message
 
 LOOK_S = 0.25  # between two looks for a change
 _SERVICES = ("", INFERENCE, OURS, HEALTH)
-SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
+SERVING, NOT_SERVING = 1, 2
+SERVICE_UNKNOWN = 3
 
 
 class HealthService:
@@ -22,14 +23,14 @@ class HealthService:
         self._calls = calls
         self._service = calls.shared.service
 
-    async def check(self, call: Call, body: bytes) -> bytes:
+    async def check(self, call: RpcCall, body: bytes) -> bytes:
         """Answer with the status. Raises NotFound where there is no such service."""
         name = await self._asked(call, body)
         if name not in _SERVICES:
             raise NotFound(f"service: {quoted(name)} is not here; {', '.join(_SERVICES[1:])} are")
         return _written(self._status())
 
-    async def watch(self, call: Call, body: bytes, context: Any) -> None:
+    async def watch(self, call: RpcCall, body: bytes, context: Any) -> None:
         """Write the status now, and again whenever it changes, until the caller leaves."""
         is_known = await self._asked(call, body) in _SERVICES
         last = None
@@ -40,7 +41,7 @@ class HealthService:
                 last = status
             await asyncio.sleep(LOOK_S)
 
-    async def _asked(self, call: Call, body: bytes) -> str:
+    async def _asked(self, call: RpcCall, body: bytes) -> str:
         asked = await self._calls.decoded(call, message("grpc.health.v1.HealthCheckRequest"), body)
         name: str = asked.service
         return name

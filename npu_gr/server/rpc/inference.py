@@ -18,7 +18,7 @@ from npu_gr.server.oip.models import InferAnswer, InferRequest, Parameter, Serve
 from npu_gr.server.oip.routes import EXTENSIONS, NAME
 from npu_gr.server.oip.statistics import statistics
 from npu_gr.server.oip.tensors import BYTES, Tensor, pack
-from npu_gr.server.rpc.calls import Call, Calls, told
+from npu_gr.server.rpc.calls import RpcCall, Calls, told
 from npu_gr.server.rpc.messages import INFERENCE, message
 
 _CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it
@@ -41,7 +41,7 @@ class InferenceService:
         self._insight = insight
         self._models = ServedModels(self._service)
 
-    def unary(self) -> dict[str, tuple[Scope | None, Callable[[Call, bytes], Awaitable[bytes]]]]:
+    def unary(self) -> dict[str, tuple[Scope | None, Callable[[RpcCall, bytes], Awaitable[bytes]]]]:
         """Name the methods with one message: the scope that each needs, and its work."""
         return {
             "ServerLive": (None, self._live),
@@ -55,21 +55,21 @@ class InferenceService:
 
     # ---- what is served
 
-    async def _live(self, _call: Call, _body: bytes) -> bytes:
+    async def _live(self, _call: RpcCall, _body: bytes) -> bytes:
         return _written("ServerLiveResponse", live=True)
 
-    async def _server_ready(self, _call: Call, _body: bytes) -> bytes:
+    async def _server_ready(self, _call: RpcCall, _body: bytes) -> bytes:
         return _written("ServerReadyResponse", ready=self._service.is_ready()[0])
 
-    async def _server(self, _call: Call, _body: bytes) -> bytes:
+    async def _server(self, _call: RpcCall, _body: bytes) -> bytes:
         return _written("ServerMetadataResponse", name=NAME, version=__version__, extensions=EXTENSIONS[1:])
 
-    async def _model_ready(self, call: Call, body: bytes) -> bytes:
+    async def _model_ready(self, call: RpcCall, body: bytes) -> bytes:
         asked = await self._decoded(call, "ModelReadyRequest", body)
         self._models.find(asked.name, asked.version or None)
         return _written("ModelReadyResponse", ready=self._service.is_ready()[0])
 
-    async def _metadata(self, call: Call, body: bytes) -> bytes:
+    async def _metadata(self, call: RpcCall, body: bytes) -> bytes:
         asked = await self._decoded(call, "ModelMetadataRequest", body)
         model, versions = self._models.find(asked.name, asked.version or None)
         inputs = [{"name": one.name, "datatype": one.datatypes[0], "shape": one.shape} for one in model.inputs.values()]
@@ -77,7 +77,7 @@ class InferenceService:
         about: dict[str, Any] = {"name": model.kind.name, "versions": versions, "platform": NAME}
         return _written("ModelMetadataResponse", **about, inputs=inputs, outputs=outputs)
 
-    async def _statistics(self, call: Call, body: bytes) -> bytes:
+    async def _statistics(self, call: RpcCall, body: bytes) -> bytes:
         asked = await self._decoded(call, "ModelStatisticsRequest", body)
         names = [asked.name] if asked.name else self._models.names()
         models = [(name, self._models.find(name, asked.version or None)[1]) for name in names]
@@ -98,7 +98,7 @@ class InferenceService:
 
     # ---- infer
 
-    async def infer(self, call: Call, body: bytes) -> bytes:
+    async def infer(self, call: RpcCall, body: bytes) -> bytes:
         """Answer a ModelInferRequest with a ModelInferResponse; both are bytes."""
         asked = await self._decoded(call, "ModelInferRequest", body)
         model, _ = self._models.find(asked.model_name, asked.model_version or None)
@@ -133,7 +133,7 @@ class InferenceService:
         answer = message("inference.ModelInferResponse").FromString(made)
         return _written("ModelStreamInferResponse", infer_response=answer)
 
-    async def _decoded(self, call: Call, name: str, body: bytes) -> Any:
+    async def _decoded(self, call: RpcCall, name: str, body: bytes) -> Any:
         return await self._calls.decoded(call, message(f"inference.{name}"), body)
 
 

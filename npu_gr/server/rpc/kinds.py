@@ -19,9 +19,9 @@ from npu_gr.server.codec.base import Codec, Shown, UrlParts
 from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.codec.media import MSGPACK, convert
 from npu_gr.server.kind_routes import parse_body
-from npu_gr.server.rpc.calls import Call, Calls, title_of, told
+from npu_gr.server.rpc.calls import RpcCall, Calls, title_of, told
 from npu_gr.server.rpc.messages import OURS, message, methods
-from npu_gr.server.rpc.shapes import ITEMS, Shape, fields_of, shapes_of, table_of
+from npu_gr.server.rpc.shapes import ITEMS, FieldShape, fields_of, shapes_of, table_of
 
 _PACKAGE = OURS.rpartition(".")[0]
 SIGNALS = "Signals"
@@ -35,8 +35,8 @@ class _Form:
     codec: Codec[Any, Any, Any]
     request: Any  # classes of protobuf
     answer: Any
-    body: list[Shape]  # [] = the body is a URL over HTTP
-    out: list[Shape]
+    body: list[FieldShape]  # [] = the body is a URL over HTTP
+    out: list[FieldShape]
 
 
 class RecommenderService:
@@ -47,16 +47,16 @@ class RecommenderService:
         there = {one.name for one in methods(OURS)}
         self._forms = {kind.name.title(): _form(kind) for kind in KINDS.values() if kind.name.title() in there}
 
-    def unary(self) -> dict[str, tuple[Scope | None, Callable[[Call, bytes], Awaitable[bytes]]]]:
+    def unary(self) -> dict[str, tuple[Scope | None, Callable[[RpcCall, bytes], Awaitable[bytes]]]]:
         """Name the methods with one message: the scope that each needs, and its work."""
         return {title: (form.kind.scope, self._work(form)) for title, form in self._forms.items()}
 
-    def _work(self, form: _Form) -> Callable[[Call, bytes], Awaitable[bytes]]:
+    def _work(self, form: _Form) -> Callable[[RpcCall, bytes], Awaitable[bytes]]:
         shared = self._calls.shared
         service = shared.service
         codec = form.codec
 
-        async def work(call: Call, body: bytes) -> bytes:
+        async def work(call: RpcCall, body: bytes) -> bytes:
             call.kind = form.kind
             if codec.loose_bytes != LOOSE_BYTES and len(body) > codec.loose_bytes:
                 raise TooLarge(f"message: {len(body)} bytes, the limit of {form.kind.plural} is {codec.loose_bytes}")
@@ -86,9 +86,9 @@ class RecommenderService:
     async def signalled(self, context: Any, body: bytes) -> bytes:
         """Answer a message of Signals: an error is a verdict, too, and the stream goes on."""
         form = self._forms["Signal"]
-        call: list[Call] = []
+        call: list[RpcCall] = []
 
-        async def work(made: Call, message_body: bytes) -> bytes:
+        async def work(made: RpcCall, message_body: bytes) -> bytes:
             call.append(made)
             return await self._work(form)(made, message_body)
 

@@ -45,11 +45,11 @@ def open_rpc(
         ConfigError: the extra `grpc` is not installed.
     """
     try:
-        from npu_gr.server.rpc.calls import Shared
+        from npu_gr.server.rpc.calls import RpcShared
         from npu_gr.server.rpc.server import RpcServer
     except ImportError as error:
         raise ConfigError(f"server.grpc_port: needs the extra npu_gr[grpc]: {error}") from error
-    shared = Shared(
+    shared = RpcShared(
         service=service,
         config=config,
         metrics=metrics,

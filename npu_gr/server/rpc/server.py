@@ -18,7 +18,7 @@ from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.kinds import Scope
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.insight import Insight
-from npu_gr.server.rpc.calls import Call, Calls, Shared, metadata_of, status_of
+from npu_gr.server.rpc.calls import RpcCall, Calls, RpcShared, metadata_of, status_of
 from npu_gr.server.rpc.health import HealthService
 from npu_gr.server.rpc.inference import InferenceService
 from npu_gr.server.rpc.kinds import SIGNALS, RecommenderService
@@ -31,13 +31,13 @@ MAX_METADATA_BYTES = 16_384  # of a call
 MAX_STREAMS = 1024  # calls of a connection at once
 KEEPALIVE_S = 30.0  # without a sign of life the other end is asked for one
 LEAST_PING_S = 10.0  # between two questions of a client's; who asks more often is told to go
-Work = Callable[[Call, bytes], Awaitable[bytes]]
+Work = Callable[[RpcCall, bytes], Awaitable[bytes]]
 
 
 class RpcServer:
     """Event loop only."""
 
-    def __init__(self, shared: Shared, insight: Insight) -> None:
+    def __init__(self, shared: RpcShared, insight: Insight) -> None:
         """Nothing listens yet.
 
         Args:
@@ -105,7 +105,7 @@ class RpcServer:
     async def _stream(self, answer: Callable[[Any, bytes], Awaitable[bytes]], _: Any, context: Any) -> None:
         """Refuse the stream of a caller without a key before it is read; each message is looked at again."""
         path = f"/{OURS}/{SIGNALS}"
-        call = Call(path, metadata_of(context), None, self._shared)
+        call = RpcCall(path, metadata_of(context), None, self._shared)
         try:
             await self._calls.find_key(call, Scope.INFER)
         except NpuGrError as error:
@@ -113,7 +113,7 @@ class RpcServer:
         await answered(context, answer)
 
     async def _watch(self, _: Any, context: Any) -> None:
-        call = Call(f"/{HEALTH}/Watch", metadata_of(context), None, self._shared)
+        call = RpcCall(f"/{HEALTH}/Watch", metadata_of(context), None, self._shared)
         body = await context.read()
         try:
             await self._health.watch(call, body if isinstance(body, bytes) else b"", context)

@@ -86,7 +86,7 @@ message Numbers {
 """
 
 
-class Shape(NamedTuple):
+class FieldShape(NamedTuple):
     """One field."""
 
     name: str
@@ -107,14 +107,14 @@ def message_name(struct: type[Any]) -> str:
     return str(struct.__name__)
 
 
-def shapes_of(struct: Any) -> list[Shape]:
+def shapes_of(struct: Any) -> list[FieldShape]:
     """Derive the fields of a Struct, in its order."""
     about = inspect.type_info(struct)
     assert isinstance(about, inspect.StructType)
     return [_shape(field) for field in about.fields]
 
 
-def table_of(message: Any, shapes: list[Shape], path: str, config: ServerConfig) -> dict[str, Any]:
+def table_of(message: Any, shapes: list[FieldShape], path: str, config: ServerConfig) -> dict[str, Any]:
     """Read a message into what `codec.media.convert` takes.
 
     Args:
@@ -137,7 +137,7 @@ def table_of(message: Any, shapes: list[Shape], path: str, config: ServerConfig)
     return table
 
 
-def fields_of(struct: Any, shapes: list[Shape]) -> dict[str, Any]:
+def fields_of(struct: Any, shapes: list[FieldShape]) -> dict[str, Any]:
     """Write a Struct into the fields that a message is made with."""
     made = {}
     for shape in shapes:
@@ -158,7 +158,7 @@ def structs_within(struct: Any) -> Iterator[Any]:
 # ---- one field
 
 
-def _shape(field: inspect.Field) -> Shape:
+def _shape(field: inspect.Field) -> FieldShape:
     extra, kinds = parts(field.type)
     others = [kind for kind in kinds if not isinstance(kind, inspect.NoneType)]
     listed = next((kind for kind in others if isinstance(kind, inspect.ListType)), None)
@@ -176,9 +176,9 @@ def _shape(field: inspect.Field) -> Shape:
         return _listed(name, listed, optional, is_raw=is_raw)
     types = {type(kind) for kind in others}
     if types <= _TEXTS or types == {inspect.StrType, inspect.IntType}:  # the user's id: a number is its text
-        return Shape(name, "string", optional, _as_is, str)
+        return FieldShape(name, "string", optional, _as_is, str)
     if len(types) == 1 and (scalar := _SCALARS.get(types.pop())) is not None:
-        return Shape(name, scalar, optional, _as_is, lambda value: value)
+        return FieldShape(name, scalar, optional, _as_is, lambda value: value)
     return _json(name, optional)
 
 
@@ -190,7 +190,7 @@ def _as_is(value: Any, _path: str, _config: ServerConfig) -> Any:
     return value
 
 
-def _json(name: str, optional: str) -> Shape:
+def _json(name: str, optional: str) -> FieldShape:
     def read(value: str, path: str, _: ServerConfig) -> Any:
         if len(value) > LOOSE_BYTES:
             raise TooLarge(f"{path}: {len(value)} characters, the limit is {LOOSE_BYTES}")
@@ -199,19 +199,19 @@ def _json(name: str, optional: str) -> Shape:
         except (msgspec.DecodeError, RecursionError):
             raise Unprocessable(f"{path}: is not JSON") from None
 
-    return Shape(name, "string", optional, read, lambda value: msgspec.json.encode(value).decode())
+    return FieldShape(name, "string", optional, read, lambda value: msgspec.json.encode(value).decode())
 
 
-def _nested(name: str, struct: Any, label: str) -> Shape:
+def _nested(name: str, struct: Any, label: str) -> FieldShape:
     shapes = shapes_of(struct)
 
     def read(value: Any, path: str, config: ServerConfig) -> Any:
         return table_of(value, shapes, f"{path}.", config)
 
-    return Shape(name, message_name(struct), label, read, lambda value: fields_of(value, shapes), struct)
+    return FieldShape(name, message_name(struct), label, read, lambda value: fields_of(value, shapes), struct)
 
 
-def _listed(name: str, kind: inspect.ListType, optional: str, *, is_raw: bool) -> Shape:
+def _listed(name: str, kind: inspect.ListType, optional: str, *, is_raw: bool) -> FieldShape:
     inner = [one for one in parts(kind.item_type)[1] if not isinstance(one, inspect.NoneType)]
     most = MOST_NAMES if kind.max_length is None else kind.max_length
     elements = frozenset(type(one) for one in inner)
@@ -226,10 +226,10 @@ def _listed(name: str, kind: inspect.ListType, optional: str, *, is_raw: bool) -
 
         return nested._replace(read=read_each, write=lambda value: [nested.write(item) for item in value])
     if elements == {inspect.StrType, inspect.IntType}:  # of an answer
-        return Shape(name, ITEMS, "", _unread, _items)
+        return FieldShape(name, ITEMS, "", _unread, _items)
     if is_raw and elements in _RAW:
         scalar, dtype = _RAW[elements]
-        return Shape(name, scalar, "repeated", _unread, lambda value: np.frombuffer(value, dtype).tolist())
+        return FieldShape(name, scalar, "repeated", _unread, lambda value: np.frombuffer(value, dtype).tolist())
     scalar = "string" if elements <= _TEXTS else _SCALARS.get(next(iter(elements)), "") if len(elements) == 1 else ""
     if not scalar:
         return _json(name, optional)
@@ -238,7 +238,7 @@ def _listed(name: str, kind: inspect.ListType, optional: str, *, is_raw: bool) -
         _check(len(value), path, most)
         return list(value)
 
-    return Shape(name, scalar, "repeated", read, lambda value: ["" if one is None else one for one in value])
+    return FieldShape(name, scalar, "repeated", read, lambda value: ["" if one is None else one for one in value])
 
 
 _RAW = {  # columns of answers: their elements -> type, and what the codec packs them as
@@ -257,7 +257,7 @@ def _items(value: Any) -> Any:
     return {"ids": ids}
 
 
-def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
+def _map(name: str, kind: inspect.DictType, optional: str) -> FieldShape:
     most = MOST_NAMES if kind.max_length is None else kind.max_length
     inner = [one for one in parts(kind.value_type)[1] if not isinstance(one, inspect.NoneType)]
     elements = frozenset(type(one) for one in inner)
@@ -267,10 +267,10 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
             _check(len(value), path, most)
             return dict(value)
 
-        return Shape(name, "map<string, double>", "", read_numbers, dict)
+        return FieldShape(name, "map<string, double>", "", read_numbers, dict)
     listed = next((one for one in inner if isinstance(one, inspect.ListType)), None)
     if listed is not None and any(isinstance(one, inspect.BytesType) for one in inner):
-        return Shape(name, f"map<string, {NUMBERS}>", "", _unread, _columns)
+        return FieldShape(name, f"map<string, {NUMBERS}>", "", _unread, _columns)
     others = [one for one in inner if one is not listed]
     if listed is not None and others and _is_plain(others):  # a value, or several
 
@@ -283,7 +283,7 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
                 cells[key] = several[0] if len(several) == 1 else several or None
             return cells
 
-        return Shape(name, f"map<string, {VALUES}>", "", read_cells, _unwritten)
+        return FieldShape(name, f"map<string, {VALUES}>", "", read_cells, _unwritten)
     if listed is not None and _is_plain(parts(listed.item_type)[1]):
         longest = MOST_NAMES if listed.max_length is None else listed.max_length
 
@@ -293,18 +293,18 @@ def _map(name: str, kind: inspect.DictType, optional: str) -> Shape:
                 _check(len(one.values), f"{path}.{key[:64]}", longest)
             return {key: [_plain(each) for each in one.values] for key, one in value.items()}
 
-        return Shape(name, f"map<string, {VALUES}>", "", read_lists, _unwritten)
+        return FieldShape(name, f"map<string, {VALUES}>", "", read_lists, _unwritten)
     if _is_plain(inner):
 
         def read_values(value: Any, path: str, _: ServerConfig) -> Any:
             _check(len(value), path, most)
             return {key: _plain(one) for key, one in value.items()}
 
-        return Shape(name, f"map<string, {VALUE}>", "", read_values, _unwritten)
+        return FieldShape(name, f"map<string, {VALUE}>", "", read_values, _unwritten)
     return _json(name, optional)
 
 
-def _feature_columns(name: str, limit: str) -> Shape:
+def _feature_columns(name: str, limit: str) -> FieldShape:
     """Columns of features of a request, by their names."""
 
     def read(value: Any, path: str, config: ServerConfig) -> Any:
@@ -323,7 +323,7 @@ def _feature_columns(name: str, limit: str) -> Shape:
                 columns[key] = one.raw or np.fromiter(one.numbers, np.float32, len(one.numbers)).tobytes()
         return columns
 
-    return Shape(name, f"map<string, {FEATURE}>", "", read, _unwritten)
+    return FieldShape(name, f"map<string, {FEATURE}>", "", read, _unwritten)
 
 
 def _columns(value: Mapping[str, bytes]) -> Any:
@@ -346,7 +346,7 @@ def _plain(value: Any) -> Any:
     return None if which is None else getattr(value, which)
 
 
-def _column(name: str, extra: Mapping[str, Any], listed: inspect.ListType | None) -> Shape:
+def _column(name: str, extra: Mapping[str, Any], listed: inspect.ListType | None) -> FieldShape:
     """A column of a request."""
     assert listed is not None
     limit: str = extra["limit"]
@@ -371,7 +371,7 @@ def _column(name: str, extra: Mapping[str, Any], listed: inspect.ListType | None
             raise Unprocessable(f"{path}: an index is out of range: 0 to {2**15 - 1}")
         return array.astype(dtype).tobytes()
 
-    return Shape(name, kind, "", read, _unwritten)
+    return FieldShape(name, kind, "", read, _unwritten)
 
 
 def _check(num: int, path: str, most: int) -> None:

@@ -59,7 +59,7 @@ def forms() -> list[Any]:
     """The attention of a GPU, and that of an NPU."""
     from npu_gr.backend.triton import hstu, hstu_ascend
 
-    return [hstu.Attention(), hstu_ascend.Attention()]
+    return [hstu.Attention(), hstu_ascend.NpuAttention()]
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
