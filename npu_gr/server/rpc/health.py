@@ -7,7 +7,7 @@ from typing import Any
 
 from npu_gr.core.errors import NotFound
 from npu_gr.core.words import quoted
-from npu_gr.server.rpc.calls import RpcCall, Calls
+from npu_gr.server.rpc.calls import Calls, RpcCall
 from npu_gr.server.rpc.messages import HEALTH, INFERENCE, OURS, message
 
 LOOK_S = 0.25  # between two looks for a change

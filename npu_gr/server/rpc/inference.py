@@ -18,7 +18,7 @@ from npu_gr.server.oip.models import InferAnswer, InferRequest, Parameter, Serve
 from npu_gr.server.oip.routes import EXTENSIONS, NAME
 from npu_gr.server.oip.statistics import statistics
 from npu_gr.server.oip.tensors import BYTES, Tensor, pack
-from npu_gr.server.rpc.calls import RpcCall, Calls, told
+from npu_gr.server.rpc.calls import Calls, RpcCall, told
 from npu_gr.server.rpc.messages import INFERENCE, message
 
 _CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it

@@ -19,7 +19,7 @@ from npu_gr.server.codec.base import Codec, Shown, UrlParts
 from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.codec.media import MSGPACK, convert
 from npu_gr.server.kind_routes import parse_body
-from npu_gr.server.rpc.calls import RpcCall, Calls, title_of, told
+from npu_gr.server.rpc.calls import Calls, RpcCall, title_of, told
 from npu_gr.server.rpc.messages import OURS, message, methods
 from npu_gr.server.rpc.shapes import ITEMS, FieldShape, fields_of, shapes_of, table_of
 

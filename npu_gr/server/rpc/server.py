@@ -18,7 +18,7 @@ from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.kinds import Scope
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.insight import Insight
-from npu_gr.server.rpc.calls import RpcCall, Calls, RpcShared, metadata_of, status_of
+from npu_gr.server.rpc.calls import Calls, RpcCall, RpcShared, metadata_of, status_of
 from npu_gr.server.rpc.health import HealthService
 from npu_gr.server.rpc.inference import InferenceService
 from npu_gr.server.rpc.kinds import SIGNALS, RecommenderService

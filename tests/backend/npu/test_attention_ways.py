@@ -86,7 +86,7 @@ def test_triton_is_there_where_it_is_asked_for_alone(npu: FakeRuntime, monkeypat
 
     monkeypatch.setattr(checks, "version", lambda _package: "3.2.0")
     monkeypatch.setattr(npu_device, "find", lambda: npu.as_npu())
-    stand_in = SimpleNamespace(Attention=Attention)
+    stand_in = SimpleNamespace(NpuAttention=Attention)
     monkeypatch.setitem(sys.modules, "npu_gr.backend.triton.hstu_ascend", stand_in)
     with pytest.raises(ConfigError, match=r"something else: history rows in torch\.float32 differ by 1\.0e-02"):
         NPUBackend(npu=npu.as_npu(), attention="triton")
