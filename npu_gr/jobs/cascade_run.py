@@ -199,7 +199,6 @@ class CascadeRun:
         """Whether the trunk's items are all that the candidates wait for: then they are ranked where they are found."""
         others = [source for name, source in self._sources.items() if name != TRUNK]
         waits = any(source.waits for source in others) or self._parts.hook is not None
-        waits |= bool(self._ranking.features.cross.features)  # of candidates that are not known yet
         return self.uses_trunk and self._order != "retrieval" and not waits
 
     async def _asked_ahead(self) -> list[I64]:

@@ -76,6 +76,6 @@ async def test_what_was_trained_on_is_answered_with_the_trainers_logits(tmp_path
         for features in ({"cross": {"events": [1.0]}}, {"cross": {"events": b64encode(bytes(4)).decode()}}):
             answer = await client.post("/v1/rank", json={**sent, "features": features})
             assert answer.status == 422
-            assert "features.cross.events: is computed here (events)" in (await answer.json())["detail"]
+            assert "features.cross.events: the service computes it (events)" in (await answer.json())["detail"]
         answer = await client.post("/v1/rank", json={**sent, "features": {"request": {"hour": 3}}})
         assert "features.request.hour: is computed here (hour)" in (await answer.json())["detail"]
