@@ -16,7 +16,7 @@ from npu_gr.backend.names import BackendName
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import tokenize
 from npu_gr.core.history import Events
-from npu_gr.model.hstu import Segment
+from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load
 
 

@@ -18,7 +18,8 @@ from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
-from npu_gr.model.hstu import HSTU, Past, Segment
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.segment import Past, Segment
 
 LENGTHS = (256, 1024, 4096)
 CANDIDATES = (100, 500)

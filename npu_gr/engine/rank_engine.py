@@ -30,8 +30,9 @@ from npu_gr.feature_schema.encode import Encoded
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import PageRun
 from npu_gr.model.feature_rows import FeatureValues
-from npu_gr.model.hstu import HSTU, HostTokens, Past, Segment
+from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_rows import NewItems
+from npu_gr.model.segment import HostTokens, Past, Segment
 
 FOUND = 200  # items that the warm-up finds
 

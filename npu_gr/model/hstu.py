@@ -19,195 +19,27 @@ Invariants: history rows never depend on candidates or on later history; candida
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize, silu
+from torch.nn.functional import normalize
 
-from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend, HstuPass
-from npu_gr.backend.calls import BiasTables, HstuCall, HstuLayerCall, HstuPassCall, HstuSegment, PagedKV
+from npu_gr.backend.base import Affine, Backend, HstuPass
+from npu_gr.backend.calls import HstuCall, HstuLayerCall, HstuPassCall, HstuSegment
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
+from npu_gr.model.hstu_layer import HSTULayer
 from npu_gr.model.item_rows import ItemCodeRows, NewItems
-from npu_gr.model.norms import ClockMix, PerHeadNorm, head_mlp, head_norm
+from npu_gr.model.norms import ClockMix, head_mlp, head_norm
+from npu_gr.model.segment import Segment
 from npu_gr.model.time_buckets import edges_of
 
 _TORCH = TorchOps()  # differentiable, for training
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Past:
-    """Cached tokens of one user, as the attention reads them."""
-
-    times: Tensor  # int64 [p] unix seconds
-    slabs: Callable[[int], Sequence[Slab | Tiles]]  # layer -> its keys and values in token order
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.times)
-
-
-# (layer, k [n, H, Dq], v [n, H, Dv] of the new history rows) -> slabs of the whole history as it is now stored, which
-# the attention then reads; None = the attention reads the rows themselves.
-Sink = Callable[[int, Tensor, Tensor], Sequence[Slab | Tiles] | None]
-
-
-class HostTokens(NamedTuple):
-    """What the host knows of a segment's tokens: `Past` and `Sink` as numbers."""
-
-    times: npt.NDArray[np.int64]  # [p + n] unix seconds
-    pages: PagedKV | None  # of the cached tokens, and of the new ones if they are kept; None = neither
-
-
-class LastEvent(NamedTuple):
-    """A history whose rows ask with the time of the behaviour after them: what its last behaviour adds to `Segment`."""
-
-    row_times: Tensor  # int64 [n], the times as which the history's rows ask
-    action: Tensor  # int64 [1] of the last behaviour
-    time: Tensor  # int64 [] of the last behaviour
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Segment:
-    """The rows of one request. All tensors are on the model's device."""
-
-    items: Tensor  # int64 [e] item rows of the new events
-    actions: Tensor  # int64 [e]
-    times: (
-        Tensor  # int64 [n] unix seconds of the new history tokens: the user's, if it is one of them, then the events'
-    )
-    candidates: Tensor  # int64 [c] item rows
-    candidate_time: int = 0  # unix seconds
-    is_next: bool = False  # `candidates` is NEXT alone: the result is u
-    past: Past | None = None
-    sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
-    host: HostTokens | None = None  # the same, for a device that computes whole layers
-    last: LastEvent | None = None  # `candidates` is the last behaviour, which asks what comes next
-    user: FeatureValues | None = None  # [1] makes the user's token the first of the new ones; None = there is none
-    events: FeatureValues | None = None  # [e]; None of these three: missing
-    request: FeatureValues | None = None  # [1]
-    cross: FeatureValues | None = None  # [c]
-
-    @property
-    def num_tokens(self) -> int:
-        """New history tokens, n."""
-        return len(self.items) + (self.user is not None)
-
-    @property
-    def num_rows(self) -> int:
-        """New history rows plus candidate rows."""
-        return self.num_tokens + len(self.candidates)
-
-    def asking_by_last(self) -> Segment:
-        """Let the last behaviour be the row that answers, at the request's time. Needs a behaviour, and no past."""
-        assert self.past is None
-        assert self.sink is None
-        last = LastEvent(self.times[1:], self.actions[-1:], self.times[-1])
-        return Segment(
-            items=self.items[:-1],
-            actions=self.actions[:-1],
-            times=self.times[:-1],
-            candidates=self.items[-1:],
-            candidate_time=self.candidate_time,
-            is_next=True,
-            last=last,
-        )
-
-
-class HSTULayer(nn.Module):
-    """A layer without its attention: U, V, Q, K from the normed input; gated output and residual."""
-
-    position_bias: Tensor
-    time_bias: Tensor
-    time_edges: Tensor | None  # int64 [buckets - 1] seconds; None = half octaves
-
-    def __init__(self, config: HSTUConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.uv_width = config.num_heads * config.v_dim
-        self.qk_width = config.num_heads * config.qk_dim
-        self.widths = [self.uv_width, self.uv_width, self.qk_width, self.qk_width]  # U, V, Q, K
-        self.uvqk = nn.Linear(config.dim, sum(self.widths))
-        joined = 3 if config.residual == "concat" else 1
-        self.out = nn.Linear(joined * self.uv_width, config.dim)
-        self.norm_in = nn.LayerNorm(config.dim, eps=config.norm_eps)
-        group = config.v_dim if config.norm == "group" else self.uv_width
-        per_head = config.norm == "head"
-        norm = PerHeadNorm(config.num_heads, config.norm_eps) if per_head else nn.LayerNorm(group, eps=config.norm_eps)
-        self.norm_attention = norm
-        times = config.time_buckets
-        self.register_buffer("time_edges", None if times is None else edges_of(times), persistent=False)
-        for name, buckets in (
-            ("position_bias", config.position_buckets),
-            ("time_bias", TIME_BUCKETS if times is None else times.count),
-        ):
-            table = torch.zeros(config.num_heads, buckets)
-            if name.removesuffix("_bias") in config.relative_bias.split("_"):
-                self.register_parameter(name, nn.Parameter(table))
-            else:
-                self.register_buffer(name, table, persistent=False)  # zeros that no checkpoint holds
-
-    @property
-    def bias(self) -> BiasTables:
-        """The layer's relative bias tables."""
-        return BiasTables(self.position_bias, self.time_bias)
-
-    def heads(self, x: Tensor, width: int) -> Tensor:
-        """[..., H * width] -> [..., H, width]."""
-        return x.view(*x.shape[:-1], self.config.num_heads, width)
-
-    def project(self, x: Tensor, ops: Affine = _TORCH) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Project rows x [..., dim] to U [..., H*Dv], V [..., H, Dv], Q and K [..., H, Dq]."""
-        mixed = ops.affine(self.norm_in(x), self.uvqk, 0, sum(self.widths), self.config.activation == "uvqk")
-        u, v, q, k = torch.split(mixed, self.widths, dim=-1)
-        if self.config.activation == "u":
-            u = silu(u)
-        return (
-            u,
-            self.heads(v, self.config.v_dim),
-            self.heads(q, self.config.qk_dim),
-            self.heads(k, self.config.qk_dim),
-        )
-
-    def project_kv(self, x: Tensor, ops: Affine = _TORCH) -> Slab:
-        """Project K and V only: all that the last layer needs of history rows."""
-        normed = self.norm_in(x)
-        is_silu = self.config.activation == "uvqk"
-        uv = self.uv_width
-        qk = self.qk_width
-        v = ops.affine(normed, self.uvqk, uv, 2 * uv, is_silu)
-        k = ops.affine(normed, self.uvqk, 2 * uv + qk, 2 * (uv + qk), is_silu)
-        return self.heads(k, self.config.qk_dim), self.heads(v, self.config.v_dim)
-
-    def finish(self, x: Tensor, u: Tensor, attention: Tensor, ops: Affine = _TORCH) -> Tensor:
-        """Compute the next layer's rows.
-
-        Args:
-            x: rows [..., dim].
-            u: their gate [..., H*Dv].
-            attention: scaled attention output [..., H, Dv].
-            ops: computes the linear layer.
-        """
-        wide = attention.to(x.dtype)
-        if self.config.norm == "layer":
-            normed = self.norm_attention(wide.flatten(-2)).to(u.dtype)
-        else:
-            normed = self.norm_attention(wide).flatten(-2).to(u.dtype)
-        gated = u * normed
-        if self.config.residual == "concat":
-            beside = normed if self.config.attention_norm_in_concat else attention.flatten(-2)
-            gated = torch.cat([u, beside, gated], dim=-1)
-        mixed = ops.affine(gated, self.out, 0, self.config.dim, False)
-        return x + mixed.to(x.dtype)
 
 
 class HSTU(nn.Module):

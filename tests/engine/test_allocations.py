@@ -21,7 +21,8 @@ from npu_gr.engine.generate_engine import Generator, ItemSearch, PromptKV
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig
-from npu_gr.model.hstu import HSTU, Past, Segment
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.segment import Past, Segment
 
 MOST_BYTES = 32 << 20
 CPU = CPUBackend()

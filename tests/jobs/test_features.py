@@ -27,7 +27,7 @@ from npu_gr.feature_schema.columns import Columns, OneRow, as_columns
 from npu_gr.feature_schema.encode import encode
 from npu_gr.feature_schema.schema import Feature, Of
 from npu_gr.model.feature_rows import FeatureValues
-from npu_gr.model.hstu import Segment
+from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load
 from npu_gr.relay.inventory import Inventory
 from npu_gr.service.service import Service

@@ -19,7 +19,8 @@ from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
 from npu_gr.jobs.hook import HookContext
 from npu_gr.matching.vectors import save as save_vectors
-from npu_gr.model.hstu import HSTU, Segment
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load
 from npu_gr.service.service import Service
 from tests.matching.vectors import KNOWN, make_vectors

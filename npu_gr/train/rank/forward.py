@@ -22,7 +22,8 @@ from torch.nn.functional import silu
 from npu_gr.backend.base import Slab, time_bucket
 from npu_gr.feature_schema.schema import Of
 from npu_gr.model.feature_rows import FeatureValues
-from npu_gr.model.hstu import HSTU, HSTULayer
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.hstu_layer import HSTULayer
 
 CLOSED = -1e4  # a logit whose SiLU, and whose SiLU's gradient, is exactly zero; so is its share of a softmax
 

@@ -15,7 +15,8 @@ from npu_gr.feature_schema.encode import FeatureEncoder, Values
 from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.computed_features import cross_features
 from npu_gr.model.feature_rows import FeatureValues
-from npu_gr.model.hstu import HSTU, Segment
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.segment import Segment
 from npu_gr.train.data import Batch, InteractionLog
 from npu_gr.train.rank.forward import HistoryBatch
 from npu_gr.train.rank.logged_cross import LoggedCross

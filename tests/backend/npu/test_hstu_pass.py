@@ -22,7 +22,8 @@ from npu_gr.bench.ascend_twin import Machine, NoPlanError, Twin
 from npu_gr.bench.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, PageRun
-from npu_gr.model.hstu import HSTU, HostTokens, Past, Segment
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.segment import HostTokens, Past, Segment
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.on_twin import NAMES, HstuOnTwin
 from tests.models import events, tiny_model

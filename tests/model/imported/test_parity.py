@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from npu_gr.model.hstu import HSTU, Segment
+from npu_gr.model.hstu import HSTU
 from npu_gr.model.imported.converted import Converted, GivenNames
 from npu_gr.model.imported.families import FAMILIES
 from npu_gr.model.imported.source import ForeignCheckpoint
+from npu_gr.model.segment import Segment
 from tests.models import CPU
 
 DATA = Path(__file__).parent / "data"

@@ -471,7 +471,7 @@ async def test_a_stop_lets_calls_end() -> None:
         held = asyncio.create_task(rig.ours("Rank", **fields(KINDS["rank"])))
         await service.has_one.wait()
         stopping = asyncio.create_task(rig.rpc.stop())
-        with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE|CANCELLED"):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"UNAVAILABLE|CANCELLED"):
             async with grpc.aio.insecure_channel(rig.address) as late:
                 await call(late, f"/{OURS}/Rank", b"", "npu_gr.v1.RankAnswer", timeout=2.0)
         assert not stopping.done()

@@ -20,7 +20,8 @@ from npu_gr.features.columns import FeatureColumn
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.computed_features import cross_features
 from npu_gr.model.feature_rows import FeatureValues
-from npu_gr.model.hstu import HSTU, Segment
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.segment import Segment
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.fit import new_model

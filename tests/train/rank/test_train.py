@@ -15,7 +15,7 @@ from rich.console import Console
 
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.model.hstu import Segment
+from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import build_log
 from npu_gr.train.rank.evaluate import judged_logits
