@@ -101,7 +101,7 @@ def test_the_sdist_has_what_ships(sources: Path, tmp_path: Path) -> None:
     for room in ("npu_gr", "configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu"):
         ours = {str(path) for path in files() if path.is_relative_to(room) and "preview" not in path.parts}
         assert ours
-        assert not ours - names
+        assert not ours - names, sorted(ours - names)
 
 
 def test_init_writes_a_configuration_that_is_right(installed: Run, tmp_path: Path) -> None:

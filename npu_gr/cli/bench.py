@@ -100,7 +100,7 @@ def bench_wire(as_json: bool, seed: int, seconds: float) -> None:
 @SEED
 @click.option("--seconds", default=3.0, show_default=True, help="Time each case for so long.")
 def bench_features(as_json: bool, backend: str, threads: int, seed: int, seconds: float) -> None:
-    """Measure what features cost a cached rank, group by group, and what reading them costs."""
+    """What features cost a cached rank, and reading them."""
     import torch
 
     from npu_gr.bench.features import lines
@@ -318,7 +318,7 @@ def bench_front(
 )
 @click.option("--seconds", default=3.0, show_default=True, help="Of each way.")
 def bench_protocols(as_json: bool, seed: int, config: Path, seconds: float) -> None:
-    """Compare ranks over the Open Inference Protocol and gRPC with those under /v1; needs the extra grpc."""
+    """Ranks over OIP and gRPC beside those under /v1."""
     from npu_gr.bench.protocols import ProtocolOptions, lines
 
     _show(lines(ProtocolOptions(config=config, seconds=seconds, seed=seed)), "cpu", seed, as_json)

@@ -83,10 +83,11 @@ def deletion_cost(
     once: bool,
     api_key: str | None,
 ) -> None:
-    """Tell Kubernetes what each pod's removal costs: the MiB of prefix KV that it holds.
+    """Tell Kubernetes what a pod's removal costs.
 
-    Writes the annotation pod-deletion-cost, by which a scale-down of a Deployment takes the emptiest pods first. A
-    StatefulSet does not read it. Runs until stopped, as a pod with a service account that may list and patch pods.
+    Writes the MiB of prefix KV that it holds into the annotation pod-deletion-cost, by which a scale-down of a
+    Deployment takes the emptiest pods first. A StatefulSet does not read it. Runs until stopped, as a pod with a
+    service account that may list and patch pods.
     """
     from npu_gr.access.calling import calling_context
     from npu_gr.core.signals import stop_signals

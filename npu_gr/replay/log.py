@@ -189,6 +189,7 @@ OPTIONS: dict[str, type[msgspec.Struct]] = {
     MATCH.name: LoggedMatch,
     RECOMMEND.name: LoggedRecommend,
 }
+IN_FORMAT_1 = tuple(OPTIONS)
 OPTIONS |= {
     name: derived
     for name, kind in RECORDED.items()

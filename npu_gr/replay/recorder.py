@@ -41,7 +41,15 @@ from npu_gr.replay import erased
 from npu_gr.replay.digests import digest, raw
 from npu_gr.replay.fields import ANSWER_FIELDS, REQUEST_FIELDS, UNRANKED
 from npu_gr.replay.identity import made_key, names_of, read_key, recorded_as
-from npu_gr.replay.log import OPTIONS, LoggedAnswer, LoggedColumns, LoggedFeatures, LoggedHistory, QueryRecord
+from npu_gr.replay.log import (
+    IN_FORMAT_1,
+    OPTIONS,
+    LoggedAnswer,
+    LoggedColumns,
+    LoggedFeatures,
+    LoggedHistory,
+    QueryRecord,
+)
 from npu_gr.replay.purger import Purger
 from npu_gr.replay.rotation import PATTERN, RotatingFile, name_leftovers
 
@@ -353,7 +361,9 @@ def record_of(recorded: RecordedRequest, key: bytes | None, keep_scores: bool) -
     fields["features"] = _features_of(request)
     if kind in OPTIONS:
         options = OPTIONS[kind]
-        fields[kind] = options(**{name: _plain(getattr(request, name)) for name in options.__struct_fields__})
+        made = options(**{name: _plain(getattr(request, name)) for name in options.__struct_fields__})
+        if kind in IN_FORMAT_1 or msgspec.to_builtins(made):  # a record without options is one of before there were any
+            fields[kind] = made
     return QueryRecord(
         ts=recorded.arrived_at,
         kind=kind,

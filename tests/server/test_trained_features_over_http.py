@@ -78,4 +78,4 @@ async def test_what_was_trained_on_is_answered_with_the_trainers_logits(tmp_path
             assert answer.status == 422
             assert "features.cross.events: the service computes it (events)" in (await answer.json())["detail"]
         answer = await client.post("/v1/rank", json={**sent, "features": {"request": {"hour": 3}}})
-        assert "features.request.hour: is computed here (hour)" in (await answer.json())["detail"]
+        assert "features.request.hour: the service computes it (hour)" in (await answer.json())["detail"]

@@ -60,7 +60,7 @@ def test_keys_in_clear_are_open_and_over_tls_closed(tmp_path: Path) -> None:
     found = instance(tmp_path, server={**server, "tls": TLS})
     assert of(found, "server 0")[1:3] == (
         Openness.CLOSED,
-        "whoever has a key with the scope of the route (erase, infer, ingest) and a certificate",
+        "whoever has a key with the scope of the route (erase, infer, ingest, observe) and a certificate",
     )
     assert of(found, "server.admin 10")[1:3] == (
         Openness.CLOSED,

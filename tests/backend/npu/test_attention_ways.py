@@ -50,6 +50,7 @@ def test_a_ranker_whose_heads_the_kernels_do_not_take_is_not_told_that_they_run(
         {"page_tokens": 4096},
     ):
         assert backend.hstu_ways(FITS._replace(**other)) == ("torch",), other
+    assert backend.hstu_ways(FITS._replace(has_plain_times=False)) == ("torch",)
     assert NPUBackend("off", npu.as_npu()).hstu_ways(FITS) == ("torch",)
 
 

@@ -19,6 +19,7 @@ from npu_gr.router.run import listening
 from tests.fleet.test_balancers import started
 from tests.router.chaos import free_port
 from tests.router.fake import Fake, table
+from tests.serving import until
 
 USERS = [f"user-{i}" for i in range(40)]
 
@@ -140,7 +141,7 @@ async def test_envoy_goes_where_the_ring_says_and_without_a_picker_nobody_gets_a
             router.members.instances[g.owner("u")].drain(asyncio.get_running_loop().time())
             _, signalled, _ = await g.post("signal", "u")
             assert signalled["instance"] != g.owner("u")
-            assert all(one.in_flight == 0 for one in router.members.instances.values())
+            await until(lambda: all(one.in_flight == 0 for one in router.members.instances.values()))
             assert router.in_flight == 0
 
             # an instance that is gone: its rank is tried at the second endpoint, and the router learns of it
