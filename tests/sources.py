@@ -73,8 +73,13 @@ def comments(path: Path) -> Iterator[Text]:
             yield Text(path, number, found[0])
 
 
-def words() -> Iterator[Text]:
+@cache
+def words() -> tuple[Text, ...]:
     """Everything that we wrote for people: pages, docstrings, comments."""
+    return tuple(_words())
+
+
+def _words() -> Iterator[Text]:
     for path in files():
         if path.suffix == ".md":
             yield Text(path, 1, (ROOT / path).read_text())
