@@ -19,6 +19,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.bench.line import Line, percentiles, timed_in_turn
 from npu_gr.bench.rank import config
+from npu_gr.bench.wire import IdNames
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.history import Events
@@ -99,23 +100,13 @@ def lines(backend_name: BackendName, seed: int, budget_s: float) -> Iterator[Lin
         )
 
 
-class _Names:
+class _Names(IdNames):
     """The names of a service with the cross features alone."""
 
-    unsorted_history: Any = "refuse"
     _features = ModelFeatures(GROUPS[f"cross x {NUM_CROSS}"])
-
-    def actions(self, _version: str | None) -> None:
-        return None
 
     def features(self, _version: str | None) -> ModelFeatures:
         return self._features
-
-    def items(self, ids: Any) -> list[str | int]:
-        raise NotImplementedError
-
-    def titles(self, ids: Any) -> list[str | None]:
-        raise NotImplementedError
 
 
 def _reading(seed: int, budget_s: float) -> Line:

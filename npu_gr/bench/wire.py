@@ -40,7 +40,7 @@ CANDIDATES = 500
 RAW_16K_MS = 0.2  # target: 16 k tokens as raw msgpack take at most this
 
 
-class _Names:
+class IdNames:
     """Actions whose names are their indices; items are named by their ids."""
 
     unsorted_history: Literal["refuse", "sort"] = "refuse"
@@ -60,7 +60,7 @@ class _Names:
 
 
 _ACTIONS = ActionNames(["0", "1", "2", "3", "4"])
-_NAMES = _Names()
+_NAMES = IdNames()
 
 
 def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
