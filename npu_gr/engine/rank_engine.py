@@ -270,8 +270,8 @@ class RankEngine(PageJobs):
         """Write the vectors of new items into rows that nobody reads yet. Only on a device thread."""
         vectors = self.model.new_item_vectors(new)
         self.model.write_items(first_row, vectors)
-        if self._items is not None:  # a copy where the model is bf16; the warm-up made it
-            self._items[first_row : first_row + len(vectors)] = vectors.float()
+        if self._items is not None:  # a copy where the model is bf16, or normalises its items; the warm-up made it
+            self._items[first_row : first_row + len(vectors)] = self.model.compared(vectors)
         self.backend.synchronize()
 
     def _scores(self, work: RankPass, scores: F32) -> RankScores:

@@ -29,6 +29,7 @@ from npu_gr.engine.rank_engine import Ahead, NextItems
 from npu_gr.feature_schema.columns import NO_COLUMNS
 from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
+from npu_gr.jobs.cascade_plan import each_once
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.relay.relay import Lease
 
@@ -119,7 +120,9 @@ class TrunkUse:
         lease = await self._leased(1, call.deadline_at)
         try:
             rows = ranking.vocabulary.rows(denied)
-            hidden = np.union1d(rows[rows != UNKNOWN], ranking.items.hidden)
+            hidden = rows[rows != UNKNOWN]
+            if len(ranking.items.hidden):  # few instances have any, and it costs a sort of the user's history
+                hidden = each_once(np.concatenate([hidden, ranking.items.hidden]))
             used, found = await ranking.find(
                 self._tokens, self._shown_at, num_items, hidden, lease, call, self._features, self._ahead
             )

@@ -206,9 +206,9 @@ class HSTU(nn.Module):
     def item_vectors(self) -> Tensor:
         """The vectors that u is compared with, fp32 [num_rows, dim]: the frozen table's, not a copy in fp32."""
         assert self._item_table is not None
-        return self._compared(self._item_table[: self.num_rows])
+        return self.compared(self._item_table[: self.num_rows])
 
-    def _compared(self, rows: Tensor) -> Tensor:
+    def compared(self, rows: Tensor) -> Tensor:
         """Item rows [..., dim] as u is compared with them, fp32."""
         return (
             normalize(rows.float(), dim=-1, eps=self.config.norm_eps)
@@ -309,7 +309,7 @@ class HSTU(nn.Module):
             u = next(found) if len(s.items) else nothing
             if not s.is_next:
                 items = self.embed_items(s.candidates) if self._item_table is None else self._item_table[s.candidates]
-                u = (self._compared(items) * u).sum(1, keepdim=True)
+                u = (self.compared(items) * u).sum(1, keepdim=True)
             answers.append(u)
         return answers
 

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from npu_gr.bench.quality_cold import with_new_items
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.feature_schema.encode import encode
 from npu_gr.feature_schema.schema import Feature
 from npu_gr.model.config import HSTUConfig, ItemFeature, write_keys
@@ -63,6 +66,17 @@ def test_a_written_row_is_that_of_a_trained_item_without_a_residual(dtype: torch
     at_next = [torch.tensor([one.num_rows]) for one in (model, wide)]  # NEXT's is the last row, behind the spare ones
     segments = [request.segment(candidates=row, is_next=True) for row in at_next]
     assert torch.equal(model(CPU, segments[:1])[0], wide(CPU, segments[1:])[0])
+
+
+@pytest.mark.parametrize(("dtype", "norm"), [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.float32, "l2")])
+def test_retrieval_compares_with_the_written_row_too(dtype: torch.dtype, norm: str) -> None:
+    """Also where it compares with a copy of the table."""
+    model = ranker(dtype, head_item_norm=norm)
+    engine = RankEngine(model, CPU, Scheduler(SchedulerConfig()), None)  # type: ignore[arg-type]
+    before = engine._table().clone()
+    engine.write_items(300, new_items())
+    assert torch.equal(engine._table(), model.item_vectors())
+    assert not torch.equal(engine._table(), before)
 
 
 def test_features_of_the_schema_belong_to_a_new_row() -> None:
