@@ -1,9 +1,11 @@
 """One connection of a gateway: HTTP/2 with gRPC's calls in it, as much of both as a picker needs.
 
 A gateway opens a call for every request and waits for its answer before the request goes on, so what a call costs is
-added to every request. `grpcio` hands each call from thread to thread several times; the event loop that has all the
-router's state answers here in a third of that time (`npu-gr bench router`). HPACK is the library `hpack`. We announce
-a header table of 0 bytes: from then on a block of headers means the same whenever it comes, and is decoded once.
+added to every request. `grpcio` hands each call from thread to thread several times: a prototype over it added three
+times as much as this on a busy machine. `npu-gr bench router` measures what this adds.
+
+HPACK is the library `hpack`. We announce a header table of 0 bytes: from then on a block of headers means the same
+whenever it comes, and is decoded once.
 
 Invariants:
   G1  a call is told of its end exactly once, however it ended
@@ -46,9 +48,9 @@ from npu_gr.router.picker.streams import PREFIX_BYTES, CallStatus, PickerCall, P
 from npu_gr.router.router import Router
 
 log = logging.getLogger(__name__)
-OpenCall = Callable[
-    [bytes, PickerStream], PickerCall | None
-]  # path, and what to answer on; None: there is no such method
+OpenCall = Callable[[bytes, PickerStream], PickerCall | None]
+"""Opens a call by its path and what to answer on; None: there is no such method."""
+
 STREAM_WINDOW_BYTES = 1 << 20  # that a caller may send of one call before we say that it may go on
 _CONNECTION_WINDOW_BYTES = 1 << 24
 _MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
