@@ -146,7 +146,7 @@ async def _try(engine: RankEngine, way: str, trial: Trial, want: Sequence[F32]) 
         if way == PLAIN:
             raise
         return AttentionWay(name=way, refused=str(error))
-    drift = max(_drift(*pair) for pair in zip(got, want, strict=True))
+    drift = float(np.max([_drift(*pair) for pair in zip(got, want, strict=True)]))  # a NaN stays one
     limit = DRIFT[engine.model.dtype]
     if not drift <= limit:
         told = f"scores differ from plain torch ops' by {drift:.1e} of their deviation, the limit is {limit:.0e}"

@@ -47,6 +47,8 @@ class Ways(TorchOps):
         if self.way == "lost":
             raise RuntimeError("no such kernel")
         found = super().hstu_targets(call)
+        if self.way == "nan of pages" and len(call.cached) > 1:
+            return found * float("nan")
         return found.flip(1) if self.way == "off" else found  # a factor would be lost in the norm
 
 
@@ -110,6 +112,11 @@ async def test_the_fastest_right_way_is_taken_and_of_equals_the_first(
 async def test_a_single_way_is_refused_where_it_computes_something_else(engine: RankEngine) -> None:
     with pytest.raises(ConfigError, match=r"attention: off is of no use here: scores differ .* the limit is 1e-03"):
         await choose_way(engine, engine.backend, ["off"], trial())
+
+
+async def test_scores_that_are_no_numbers_are_refused_also_behind_right_ones(engine: RankEngine) -> None:
+    with pytest.raises(ConfigError, match="attention: nan of pages is of no use here: scores differ .* by nan of"):
+        await choose_way(engine, engine.backend, ["nan of pages"], trial())
 
 
 async def test_torch_ops_that_fail_are_a_device_that_fails(engine: RankEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,7 +308,7 @@ def _inputs(struct: inspect.StructType, prefix: str = "", *, is_needed: bool = T
 
 def _column_types(extra: Mapping[str, Any], kinds: list[inspect.Type]) -> tuple[str, ...]:
     """A list of names may be texts; raw elements have a width. Items are ids first, actions names first."""
-    raw = {8: "INT64", 4: "FP32", 2: "INT16"}[extra["element_bytes"]]
+    raw = {8: "INT64", 2: "INT16"}[extra["element_bytes"]]
     listed = next((kind for kind in kinds if isinstance(kind, inspect.ListType)), None)
     if listed is None or not any(isinstance(kind, inspect.StrType) for kind in parts(listed.item_type)[1]):
         return (raw,)
