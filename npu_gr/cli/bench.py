@@ -479,7 +479,7 @@ def bench_quality(
     if "features" in parts:
         from npu_gr.bench.quality_features import movielens_lines
 
-        found.append(movielens_lines(effort.rank, effort.seeds))
+        found.append(movielens_lines(effort.features, effort.seeds))
     if "zozotown" in parts:
         from npu_gr.bench.quality_zozotown import zozotown_lines
 
