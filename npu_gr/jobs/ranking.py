@@ -345,6 +345,8 @@ class Ranking:
 
 def _placed(scores: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> F32:
     """Put the scores of the known candidates into the order of the request; NaN at the others."""
+    if len(scores) == len(known):
+        return scores
     column = np.full(len(known), np.nan, np.float32)
     column[known] = scores
     return column
