@@ -50,6 +50,11 @@ class Tokens:
         """Tokens of the user: 0 or 1."""
         return int(self.user is not None)
 
+    @property
+    def is_divisible(self) -> bool:
+        """Always: a behaviour's keys and values depend on it and what came before."""
+        return True
+
     def __len__(self) -> int:
         return len(self.rows) + self.num_user
 
