@@ -182,7 +182,7 @@ class T5(nn.Module):
     def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
         """Run one step of all beams of some requests. The contract is that of `GenerativeModel.decode`."""
         counts = [len(step.tokens) for step in steps]
-        biases = [self._answer_bias(step.unshared.step) for step in steps]
+        biases = [self._answer_bias(backend, step.unshared.step) for step in steps]
 
         def answer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             own = zip(steps, biases, q.split(counts), k.split(counts), v.split(counts), strict=True)
@@ -195,10 +195,9 @@ class T5(nn.Module):
 
         return self._decoded(backend, steps, answer)
 
-    def _answer_bias(self, step: int) -> Tensor:
+    def _answer_bias(self, backend: Backend, step: int) -> Tensor:
         """[1 + slots, H]: the bias of the start token and of each token behind it, for a query in slot `step`."""
-        distances = torch.arange(step + 1, -1, -1, device=self.decoder_bias.device)
-        return self.decoder_bias[self.config.buckets_before(distances)]
+        return self.decoder_bias[backend.upload(self.config.buckets_before(np.arange(step + 1, -1, -1)))]
 
     def _decoded(self, backend: Backend, steps: Sequence[BeamStep], answer: Answer) -> Tensor:
         """Run the decoder's layers for the tokens of some steps; `answer` attends over the answers so far."""
@@ -304,8 +303,8 @@ class _Encoding:
         tokens = self._backend.upload(self._tokens)
         self._rows = [model.embed(tokens[part]) for part in self._parts]
         self._coming = [model.encoder_layer(0).project(rows, self._backend) for rows in self._rows]
-        offsets = torch.arange(1 - len(tokens), len(tokens), device=tokens.device)
-        self._bias = model.encoder_bias[model.config.buckets_around(offsets)].T.contiguous()
+        buckets = model.config.buckets_around(np.arange(1 - len(tokens), len(tokens)))
+        self._bias = model.encoder_bias[self._backend.upload(buckets)].T.contiguous()
 
     @torch.inference_mode()
     def _run(self, index: int, part: int) -> None:
@@ -333,8 +332,8 @@ class _Encoding:
         """[1, H, rows, tokens]: the bias of each row of a part for each token."""
         rows = self._parts[part]
         windows = self._bias.unfold(1, len(self._tokens), 1)  # the window at w begins at offset w - (tokens - 1)
-        at = torch.arange(len(self._tokens) - 1 - rows.start, len(self._tokens) - 1 - rows.stop, -1)
-        return windows[None, :, at.to(self._bias.device)]
+        at = len(self._tokens) - 1 - np.arange(rows.start, rows.stop)
+        return windows[None, :, self._backend.upload(at)]
 
     @torch.inference_mode()
     def _tell(self, index: int) -> None:

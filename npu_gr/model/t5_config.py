@@ -9,9 +9,10 @@ import math
 from typing import Annotated, Literal
 
 import msgspec
+import numpy as np
 import torch
-from torch import Tensor
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.settings import Count, Positive
 
 MAX_TOKENS = 4096  # of a prompt: a piece of the encoder holds scores of some hundred rows against all of them
@@ -46,19 +47,24 @@ class T5Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.start_token >= self.vocab_size:
             raise ValueError(f"start_token: {self.start_token} is not in the vocabulary of {self.vocab_size}")
 
-    def buckets_before(self, distances: Tensor) -> Tensor:
-        """Bucket of a key so many tokens before its query, in the decoder; int64, the shape of the distances >= 0."""
+    def buckets_before(self, distances: I64) -> I64:
+        """Bucket of a key so many tokens before its query, in the decoder; the shape of the distances >= 0."""
         return _bucket(distances, self.num_buckets, self.max_distance)
 
-    def buckets_around(self, offsets: Tensor) -> Tensor:
-        """Bucket of a key at its query's position + offset, in the encoder; int64, the shape of the offsets."""
+    def buckets_around(self, offsets: I64) -> I64:
+        """Bucket of a key at its query's position + offset, in the encoder; the shape of the offsets."""
         half = self.num_buckets // 2
-        return _bucket(offsets.abs(), half, self.max_distance) + half * (offsets > 0)
+        return _bucket(np.abs(offsets), half, self.max_distance) + half * (offsets > 0)
 
 
-def _bucket(distances: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """A bucket for each distance up to half of the buckets, from there on logarithmic; in fp32, as models learnt it."""
+def _bucket(distances: I64, num_buckets: int, max_distance: int) -> I64:
+    """A bucket for each distance up to half of the buckets, from there on logarithmic.
+
+    In fp32 and by torch on the CPU, as models learnt it: another logarithm has other edges. So it is the same on
+    every device.
+    """
     exact = num_buckets // 2
-    octaves = torch.log(distances.clamp(min=exact).float() / exact) / math.log(max_distance / exact)
-    far = (exact + (octaves * (num_buckets - exact)).long()).clamp(max=num_buckets - 1)
-    return torch.where(distances < exact, distances, far)
+    far = torch.from_numpy(np.maximum(distances, exact)).float()
+    octaves = torch.log(far / exact) / math.log(max_distance / exact)
+    bucket = np.minimum(exact + (octaves * (num_buckets - exact)).long().numpy(), num_buckets - 1)
+    return np.where(distances < exact, distances, bucket)
