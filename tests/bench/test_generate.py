@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from npu_gr.bench import generate, generate_t5
+from npu_gr.model.t5 import T5
 
 
 @pytest.fixture
@@ -56,6 +57,6 @@ def test_a_t5_is_compared_with_transformers_too(monkeypatch: pytest.MonkeyPatch)
     found = list(generate_t5.lines("cpu", seed=0, budget_s=0.0, with_transformers=True))
     assert [line.baseline for line in found] == ["no cache", "transformers", "no cache"]
     assert all(line.ours > 0 for line in found)
-    monkeypatch.setattr(generate_t5.T5, "logits", lambda self, hidden, *_: hidden.new_zeros(len(hidden), 32))
+    monkeypatch.setattr(T5, "logits", lambda self, hidden, *_: hidden.new_zeros(len(hidden), 32))
     with pytest.raises(AssertionError, match="transformers differs by"):
         list(generate_t5.lines("cpu", seed=0, budget_s=0.0, with_transformers=True))
