@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from npu_gr.backend.base import Backend, Slab
-from npu_gr.model.decoder import Decoder, UnsharedKV
+from npu_gr.model.decoder import Decoder
+from npu_gr.model.generative import UnsharedKV
 from tests.models import CPU
 
 SIZES: dict[str, Any] = {

@@ -143,7 +143,7 @@ def lines(backend_name: BackendName, seed: int, budget_s: float, with_transforme
     random = np.random.default_rng(seed)
     torch.manual_seed(seed)
     decoder = Decoder(config()).to(backend.device).eval()
-    trie = _catalogue(random)
+    trie = catalogue(random)
     tables = Tables.upload(trie, backend.device)
     layout = layout_of(decoder)
     arena = KVArena(layout, layout.pages(PROMPT_TOKENS), backend.device)
@@ -177,19 +177,23 @@ def lines(backend_name: BackendName, seed: int, budget_s: float, with_transforme
         found = timed_in_turn([ours, baseline, cold], budget_s, min_runs=3)
         case = f"BW={width} L={PROMPT_TOKENS} V={NUM_CODES} items={NUM_ITEMS}"
         for name, samples in (("dense", found[1]), ("no cache", found[2])):
-            yield _line(case, name, found[0], percentiles(samples)[0], TARGETS[name] if width == max(WIDTHS) else None)
+            yield line_of(
+                case, name, found[0], percentiles(samples)[0], TARGETS[name] if width == max(WIDTHS) else None
+            )
         if with_transformers and width == min(WIDTHS):
             took_s = _transformers_s(decoder, trie, tokens, width, want)
-            yield _line(case, "transformers", found[0], took_s, TARGETS["transformers"])
+            yield line_of(case, "transformers", found[0], took_s, TARGETS["transformers"])
 
 
-def _catalogue(random: np.random.Generator) -> Trie:
+def catalogue(random: np.random.Generator) -> Trie:
+    """Random semantic IDs; their levels share one vocabulary."""
     sids = random.integers(0, NUM_CODES, (NUM_ITEMS, NUM_LEVELS))
     books = Codebooks((NUM_CODES,) * NUM_LEVELS, (0,) * NUM_LEVELS)
     return build_trie(sids, np.arange(NUM_ITEMS), books)
 
 
-def _line(case: str, baseline: str, ours_s: list[float], baseline_s: float, target: float | None) -> Line:
+def line_of(case: str, baseline: str, ours_s: list[float], baseline_s: float, target: float | None) -> Line:
+    """Make the line of a baseline; seconds."""
     median, p10, p90 = (value * 1e3 for value in percentiles(ours_s))
     ratio = baseline_s * 1e3 / median
     return Line(
@@ -210,9 +214,7 @@ def _line(case: str, baseline: str, ours_s: list[float], baseline_s: float, targ
 def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want: Tensor) -> float:
     """Seconds of one constrained beam search by Hugging Face transformers with our weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     shape = decoder.config
     theirs: Any = Qwen3ForCausalLM(
         Qwen3Config(
@@ -229,27 +231,44 @@ def _transformers_s(decoder: Decoder, trie: Trie, tokens: I64, width: int, want:
             tie_word_embeddings=False,
         )
     )
-    theirs.eval()
     theirs.load_state_dict({name: part.detach().cpu() for name, part in tensor_places(decoder).items()})
-    length = len(tokens)
+    return constrained_s(theirs, trie, tokens, width, want, len(tokens))
+
+
+def constrained_s(theirs: Any, trie: Trie, tokens: I64, width: int, want: Tensor, num_before: int) -> float:
+    """Seconds of one constrained beam search by Hugging Face transformers.
+
+    Args:
+        theirs: the model, with our weights.
+        trie: of the catalogue.
+        tokens: of the prompt.
+        width: of the beam.
+        want: [width] the scores that it must find, high to low.
+        num_before: tokens of a sequence in front of its codes.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    theirs.eval()
 
     def allowed(_: int, sequence: Tensor) -> list[int]:
         state = np.zeros(1, np.int64)
-        for level, code in enumerate(sequence[length:].tolist()):
+        for level, code in enumerate(sequence[num_before:].tolist()):
             lo, degree = (int(column[0]) for column in trie.children(level, state))
             at = lo + int(np.searchsorted(trie.token[level][lo : lo + degree], code))
             if at >= lo + degree or trie.token[level][at] != code:
                 return [0]  # a dead beam, which has left the trie: transformers needs some code, and any will do
             state = np.array([at])
-        lo, degree = (int(column[0]) for column in trie.children(len(sequence) - length, state))
-        found: list[int] = trie.token[len(sequence) - length][lo : lo + degree].tolist()
+        lo, degree = (int(column[0]) for column in trie.children(len(sequence) - num_before, state))
+        found: list[int] = trie.token[len(sequence) - num_before][lo : lo + degree].tolist()
         return found
 
     began_at = time.perf_counter()
     with torch.inference_mode():
         out = theirs.generate(
             torch.from_numpy(tokens)[None],
-            attention_mask=torch.ones(1, length, dtype=torch.int64),  # else tokens equal to pad_token_id are padding
+            # else tokens equal to pad_token_id are padding
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
             num_beams=width,
             num_return_sequences=width,
             max_new_tokens=NUM_LEVELS,

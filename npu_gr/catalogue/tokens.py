@@ -51,6 +51,11 @@ class Tokens:
         """Tokens of the user."""
         return 0 if self.user is None else self.user_tokens
 
+    @property
+    def is_divisible(self) -> bool:
+        """Always: a behaviour's keys and values depend on it and what came before."""
+        return True
+
     def __len__(self) -> int:
         return len(self.rows) + self.num_user
 

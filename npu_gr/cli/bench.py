@@ -130,13 +130,17 @@ def bench_metrics(as_json: bool, seed: int, seconds: float) -> None:
 @SEED
 @click.option("--seconds", default=5.0, show_default=True, help="Time each beam width for so long.")
 @click.option("--transformers/--no-transformers", default=True, help="Run that baseline too: about a minute more.")
-def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds: float, transformers: bool) -> None:
+@click.option("--model", type=click.Choice(["decoder", "t5"]), default="decoder", show_default=True)
+def bench_generate(
+    as_json: bool, backend: str, threads: int, seed: int, seconds: float, transformers: bool, model: str
+) -> None:
     """Compare semantic-ID beam search with dense search, no prefix cache, and Hugging Face transformers."""
     import torch
 
-    from npu_gr.bench.generate import lines
+    from npu_gr.bench import generate, generate_t5
 
     torch.set_num_threads(threads)
+    lines = generate_t5.lines if model == "t5" else generate.lines
     _show(lines(backend, seed, seconds, transformers), backend, seed, as_json)  # type: ignore[arg-type]
 
 

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import Backend
+from npu_gr.backend.base import Backend, Slab
 from npu_gr.backend.calls import Choices, Continuations, Over, TopkCall
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.settings import Count
 from npu_gr.kv.beam_arena import BeamArena, fork_ancestry
-from npu_gr.model.decoder import BeamStep, Decoder, LayerSlabs, UnsharedKV
+from npu_gr.model.generative import BeamStep, GenerativeModel, LayerSlabs, UnsharedKV
 
 Fork = Literal["move", "ancestry"]
 
@@ -100,7 +100,8 @@ class BeamQuery:
     tables: Tables
     prompt: LayerSlabs  # KV of the prompt
     num_prompt_tokens: int  # at least 1
-    hidden: Tensor  # [1, dim] of its last token, as `Decoder.prefill` gives it
+    hidden: Tensor  # [1, dim] as `GenerativeModel.begin` gives it
+    begun: Sequence[Slab] = ()  # as `GenerativeModel.begin` gives it
     options: SearchOptions
     allowed: tuple[Tensor, ...] | None = None  # L x bool [n_{l+1}] edges that lead to an item it may see; None = all
     split: bool = True  # two attention stages or one; see `BeamStep`
@@ -144,7 +145,7 @@ class _Search:
         return self.query.tables.follow(level, self.states, None if allowed is None else allowed[level])
 
     def step(self, level: int) -> BeamStep:
-        """Return the decoder's next step."""
+        """Return the model's next step."""
         query = self.query
         tables = query.tables
         ancestry = self._ancestry if self._fork == "ancestry" else None
@@ -153,6 +154,7 @@ class _Search:
             position=query.num_prompt_tokens + level,
             shared=query.prompt,
             unshared=UnsharedKV(slabs=self.arena.slabs, step=level, ancestry=ancestry),
+            begun=query.begun,
             split=query.split,
         )
 
@@ -168,12 +170,12 @@ def _fetched(chosen: Choices) -> BeamResult:
 
 @torch.inference_mode()
 def search(
-    decoder: Decoder, backend: Backend, queries: Sequence[BeamQuery], arena: BeamArena, fork: Fork = "move"
+    model: GenerativeModel, backend: Backend, queries: Sequence[BeamQuery], arena: BeamArena, fork: Fork = "move"
 ) -> list[BeamResult]:
     """Run several searches in rounds that they share. Each finds what it would find alone.
 
     Args:
-        decoder: the model.
+        model: generates.
         backend: the model's device.
         queries: at least one; widths and filters may differ, the number of levels may not.
         arena: memory for the beams' own KV, with max_beams >= the sum of the widths and num_slots >= levels - 1. Its
@@ -198,26 +200,26 @@ def search(
         live = [each for each in searches if each.found is None]
         for each in live:
             if each.query.options.normalise != "vocabulary":
-                each.advance(backend, _select_by_codebook(decoder, backend, each, level, arena), level)
+                each.advance(backend, _select_by_codebook(model, backend, each, level, arena), level)
         whole = [each for each in live if each.query.options.normalise == "vocabulary"]
-        for each, logits in zip(whole, _whole_logits(decoder, whole, arena), strict=True):
+        for each, logits in zip(whole, _whole_logits(model, whole, arena), strict=True):
             each.advance(backend, _select(backend, each, level, logits), level)
         live = [each for each in live if each.found is None]
         if not live:
             break
         steps = [each.step(level) for each in live]
-        hidden = decoder.decode(backend, steps).split([len(step.tokens) for step in steps])
+        hidden = model.decode(backend, steps).split([len(step.tokens) for step in steps])
         for each, rows in zip(live, hidden, strict=True):
             each.hidden = rows
     return [each.found for each in searches if each.found is not None]
 
 
-def _whole_logits(decoder: Decoder, searches: Sequence[_Search], arena: BeamArena) -> list[Tensor]:
+def _whole_logits(model: GenerativeModel, searches: Sequence[_Search], arena: BeamArena) -> list[Tensor]:
     """Compute the logits over the whole vocabulary, for all searches in one product."""
     if not searches:
         return []
     rows = [each.hidden for each in searches]
-    made = decoder.logits(torch.cat(rows) if len(rows) > 1 else rows[0], None, arena.logits)
+    made = model.logits(torch.cat(rows) if len(rows) > 1 else rows[0], None, arena.logits)
     return list(made.split([len(part) for part in rows]))
 
 
@@ -231,7 +233,9 @@ def _select(backend: Backend, search: _Search, level: int, logits: Tensor) -> Ch
     return backend.beam_topk(TopkCall(logits, search.acc, search.follow(level), options.width, "row", codes, scale))
 
 
-def _select_by_codebook(decoder: Decoder, backend: Backend, search: _Search, level: int, arena: BeamArena) -> Choices:
+def _select_by_codebook(
+    model: GenerativeModel, backend: Backend, search: _Search, level: int, arena: BeamArena
+) -> Choices:
     """Compute logits over the level's codebook, or over its valid codes alone, and select the round's beams."""
     books = search.query.tables.codebooks
     options = search.query.options
@@ -242,8 +246,8 @@ def _select_by_codebook(decoder: Decoder, backend: Backend, search: _Search, lev
     scale = 1.0 / options.temperature
     is_valid = options.normalise == "valid"
     if is_valid and backend.gathers_head and int(follow.degree.sum()) * GATHER_BELOW < len(search.states) * count:
-        weight = decoder.head_weight[base : base + count]
+        weight = model.head_weight[base : base + count]
         return backend.gathered_topk(hidden, weight, search.acc, follow, options.width, scale)
     over: Over = "valid" if is_valid else "row"
-    logits = decoder.logits(hidden, (base, base + count), arena.logits)
+    logits = model.logits(hidden, (base, base + count), arena.logits)
     return backend.beam_topk(TopkCall(logits, search.acc, follow, options.width, over, None, scale))

@@ -1,7 +1,8 @@
 """The generator's device work: a history of items in, the best next items out. READ after `beam_search.py`.
 
 A history becomes a prompt of semantic IDs, L tokens an item. The prompt's KV lies in pages, whether a signal encoded
-it, an earlier request, or this one. Only the last token of the prompt runs again, for its logits.
+it, an earlier request, or this one. Only one token runs for the first logits: the last of the prompt again, or the
+start token behind it.
 
 `Generator` runs on the device threads; `GenerateEngine` is the event loop's side of it.
 """
@@ -9,10 +10,11 @@ it, an earlier request, or this one. Only the last token of the prompt runs agai
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +35,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena, Slab
 from npu_gr.kv.beam_arena import BeamArena
 from npu_gr.kv.layout import KVLayout, PageRun
-from npu_gr.model.decoder import Decoder, LayerSlabs
+from npu_gr.model.generative import GenerativeModel, LayerSlabs
 
 # Prompts at least this long use two attention stages, shorter ones use one. The value is the middle of what others
 # measured (128 to 256, TensorRT-LLM PR 14396); `GenerateEngine.warm_up` replaces it by a measurement on this device.
@@ -57,13 +59,25 @@ class GeneratedItems:
     status: GenerateStatus
 
 
+class Frame(NamedTuple):
+    """The tokens of a prompt around those of its items."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+BARE = Frame()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """A history as the decoder reads it: L tokens an item, oldest item first. n = tokens."""
+    """A history as the model reads it: L tokens an item, oldest item first, and what stands around them. n = tokens."""
 
     tokens: I64  # [n]
     unknown_items: int = 0  # items of the window that the catalogue lacks; the prompt leaves them out
     cut_items: int = 0  # items of the whole history in front of the window
+    frame: Frame = BARE  # tokens that are no item's
+    is_divisible: bool = True  # as of the model
     _fingerprints: dict[int, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -71,21 +85,35 @@ class Prompt:
 
     @property
     def timestamps(self) -> I64:
-        """[n] zeros: the decoder reads an order and no times."""
+        """[n] zeros: the model reads an order and no times."""
         return np.zeros(len(self.tokens), np.int64)
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Return a hash of the first `num_tokens` tokens; computed once for each length."""
+        """Return a hash of the tokens on which the KV of the first `num_tokens` depends; computed once for each length.
+
+        Of a prompt that is not divisible those are all: no beginning of it is equal to another prompt.
+        """
         known = self._fingerprints.get(num_tokens)
         if known is None:
-            part = np.ascontiguousarray(self.tokens[:num_tokens])
-            known = self._fingerprints[num_tokens] = xxhash.xxh3_128_hexdigest(part.data)
+            part = np.ascontiguousarray(self.tokens[: num_tokens if self.is_divisible else len(self.tokens)])
+            known = xxhash.xxh3_128_hexdigest(part.data)
+            if not self.is_divisible:
+                known = f"{known}/{num_tokens}"
+            self._fingerprints[num_tokens] = known
         return known
 
     def newest(self, num_tokens: int, num_levels: int) -> Prompt:
-        """Return the newest whole items that fit into `num_tokens` tokens."""
-        keep = num_tokens // num_levels * num_levels
-        return Prompt(self.tokens[len(self.tokens) - keep :], self.unknown_items)
+        """Return the prompt of the newest whole items that fit into `num_tokens` tokens with their frame, at least one.
+
+        Args:
+            num_tokens: the limit.
+            num_levels: tokens of an item.
+        """
+        before, after = map(len, self.frame)
+        items = self.tokens[before : len(self.tokens) - after]
+        keep = max((num_tokens - before - after) // num_levels, 1) * num_levels
+        tokens = np.concatenate([self.tokens[:before], items[-keep:], self.tokens[len(self.tokens) - after :]])
+        return replace(self, tokens=tokens, cut_items=0, _fingerprints={})
 
 
 class PromptKV(NamedTuple):
@@ -111,94 +139,114 @@ class ItemSearch(NamedTuple):
     allow: Filter | None = None  # items that the request may see; None = all
 
 
-def layout_of(decoder: Decoder, page_tokens: int = 64) -> KVLayout:
-    """Lay out pages for a decoder's prompts, in the decoder's own dtype."""
-    config = decoder.config
+def layout_of(model: GenerativeModel, page_tokens: int = 64) -> KVLayout:
+    """Lay out pages for a model's prompts, in the model's own dtype."""
+    num_layers, num_heads, head_dim = model.kv_shape
     return KVLayout(
-        num_layers=config.num_layers,
-        num_heads=config.num_kv_heads,
-        qk_dim=config.head_dim,
-        v_dim=config.head_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        qk_dim=head_dim,
+        v_dim=head_dim,
         page_tokens=page_tokens,
-        dtype=str(decoder.dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch."),
     )
 
 
-def make_prompt(trie: Trie, item_ids: I64, max_tokens: int, cut_step_items: int = 1, first_index: int = 0) -> Prompt:
+def make_prompt(
+    trie: Trie,
+    item_ids: I64,
+    max_tokens: int,
+    cut_step_items: int = 1,
+    first_index: int = 0,
+    frame: Frame = BARE,
+    *,
+    is_divisible: bool = True,
+) -> Prompt:
     """Turn a history into the semantic IDs of its newest known items that fit, oldest first.
 
     Args:
         trie: the catalogue.
         item_ids: [n] external ids, oldest first.
-        max_tokens: length limit of the prompt, at least L.
+        max_tokens: length limit of the prompt, at least L and its frame.
         cut_step_items: a history that does not fit starts at a multiple of this, as in `catalogue/tokens.py`. So its
             start stays the same for a while, and cached prefixes stay usable. Items that the catalogue lacks count in
-            that multiple: so many events, sent in any way, begin at the same one.
+            that multiple: so many events, sent in any way, begin at the same one. A prompt that is not divisible has
+            no prefix to keep, and always holds as many items as fit.
         first_index: of the first item in the user's whole history.
+        frame: what stands around the items; a history without a known item has an empty prompt all the same.
+        is_divisible: as of the model.
     """
     leaves = trie.find(item_ids)
     places = np.flatnonzero(leaves != DEAD)
-    max_items = max_tokens // trie.num_levels
+    max_items = (max_tokens - sum(map(len, frame))) // trie.num_levels
     begin = int(places[-max_items]) if len(places) > max_items else 0
-    cut = begin + window_start(first_index + begin, len(item_ids) - begin, len(item_ids), cut_step_items)
+    step = cut_step_items if is_divisible else 1
+    cut = begin + window_start(first_index + begin, len(item_ids) - begin, len(item_ids), step)
     known = leaves[places[places >= cut]]
-    tokens = trie.sid_of(known).astype(np.int64) + np.array(trie.codebooks.vocab_base, np.int64)
-    return Prompt(tokens.ravel(), len(item_ids) - cut - len(known), first_index + cut)
+    sids = trie.sid_of(known).astype(np.int64) + np.array(trie.codebooks.vocab_base, np.int64)
+    before, after = (np.array(part, np.int64) for part in (frame if len(known) else BARE))
+    tokens = np.concatenate([before, sids.ravel(), after])
+    return Prompt(tokens, len(item_ids) - cut - len(known), first_index + cut, frame, is_divisible)
 
 
 class Generator:
-    """A decoder, and the memory that it reuses from request to request. Every method runs on a device thread."""
+    """A model, and the memory that it reuses from request to request. Every method runs on a device thread."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: GenerativeModel,
         backend: Backend,
         max_beams: int,
         num_levels: int,
         num_streams: int = 1,
         max_rows: int | None = None,
+        max_prompt_tokens: int | None = None,
     ) -> None:
         """Allocate the memory for the beams of each stream.
 
         Args:
-            decoder: the model.
+            model: generates.
             backend: the model's device.
             max_beams: limit of one request.
             num_levels: codes of a semantic ID; every version of a catalogue has the same number.
             num_streams: threads that may call `generate` at once.
             max_rows: beams of all requests of a pass; None = those of one request.
+            max_prompt_tokens: of the longest prompt that will come; None = as long as the model takes.
         """
-        config = decoder.config
-        self.decoder = decoder
+        num_layers, num_heads, head_dim = model.kv_shape
+        self.model = model
         self.backend = backend
         self.max_beams = max_beams
-        self._num_slots = num_levels - 1
+        longest = model.longest_prompt(num_levels)
+        self.max_prompt_tokens = longest if max_prompt_tokens is None else min(longest, max_prompt_tokens)
         self.split_from_tokens = SPLIT_FROM_TOKENS
         self._beams: queue.SimpleQueue[BeamArena] = queue.SimpleQueue()  # the arenas that no thread uses now
         for _ in range(num_streams):
             self._beams.put(
                 BeamArena(
-                    num_layers=config.num_layers,
-                    num_heads=config.num_kv_heads,
-                    head_dim=config.head_dim,
+                    num_layers=num_layers,
+                    num_heads=num_heads,
+                    head_dim=head_dim,
                     max_beams=max(max_beams, max_rows or 0),
                     num_slots=num_levels - 1,
-                    dtype=decoder.dtype,
+                    dtype=model.dtype,
                     device=backend.device,
                     fork=backend.beam_fork_,
                 )
             )
 
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt: the model's positions, less those that the beams add."""
-        return self.decoder.config.max_tokens - self._num_slots
-
     def encode(self, tokens: I64, before: Sequence[PromptKV], into: PromptKV, offset: int = 0) -> None:
-        """Encode the next tokens of a prompt into pages.
+        """Encode the next tokens of a prompt into pages. The arguments are those of `encoding`."""
+        for piece in self.encoding(tokens, before, into, offset):
+            piece()
+
+    def encoding(
+        self, tokens: I64, before: Sequence[PromptKV], into: PromptKV, offset: int = 0
+    ) -> Sequence[Callable[[], None]]:
+        """Divide the encoding of the next tokens of a prompt into pieces that run in this order. Any thread may call.
 
         Args:
-            tokens: [n] the tokens to encode.
+            tokens: [n] the tokens to encode; the whole prompt where it is not divisible.
             before: the KV of all tokens before them, in token order.
             into: the pages that receive their KV.
             offset: tokens that `into` holds already, in front of these.
@@ -208,8 +256,7 @@ class Generator:
         def sink(layer: int, k: Tensor, v: Tensor) -> None:
             into.arena.write(layer, into.runs, offset, k, v)
 
-        new = self.backend.upload(tokens)
-        self.decoder.prefill(self.backend, new, start, _slabs(before, start) if start else None, sink)
+        return self.model.encoding(self.backend, tokens, start, _slabs(before, start) if start else None, sink)
 
     def generate(
         self,
@@ -233,26 +280,25 @@ class Generator:
         queries = [self._query(each) for each in searches]
         beams = self._beams.get()
         try:
-            found = search(self.decoder, self.backend, queries, beams)
+            found = search(self.model, self.backend, queries, beams)
         finally:
             self._beams.put(beams)
         return [_generated(each, result) for each, result in zip(searches, found, strict=True)]
 
     def _query(self, wanted: ItemSearch) -> BeamQuery:
         tokens = wanted.tokens
-        last = len(tokens) - 1
         if wanted.options.width > self.max_beams:
             raise Unprocessable(f"beam_width: {wanted.options.width}, the limit is {self.max_beams}")
         if not 0 < len(tokens) <= self.max_prompt_tokens:
             raise Unprocessable(f"history: {len(tokens)} tokens, the model takes 1 to {self.max_prompt_tokens}")
-        newest = self.backend.upload(tokens[last:])
-        before = _slabs(wanted.parts, last) if last else None
+        begun = self.model.begin(self.backend, tokens, partial(_slabs, wanted.parts))
         allow = wanted.allow
         return BeamQuery(
             tables=wanted.tables,
             prompt=_slabs(wanted.parts, len(tokens)),
             num_prompt_tokens=len(tokens),
-            hidden=self.decoder.prefill(self.backend, newest, last, before, None),
+            hidden=begun.hidden,
+            begun=begun.kv,
             options=wanted.options,
             allowed=None if allow is None else tuple(self.backend.upload(level) for level in allow.valid),
             split=len(tokens) >= self.split_from_tokens,
@@ -281,6 +327,13 @@ def _slabs(parts: Sequence[PromptKV], num_tokens: int) -> LayerSlabs:
         return slabs
 
     return views
+
+
+def _divided(pieces: Sequence[Callable[[], None]], num_parts: int) -> list[Sequence[Callable[[], None]]]:
+    """Divide pieces into so many parts of nearly the same length, or as many as there are pieces."""
+    num_parts = min(num_parts, len(pieces))
+    edges = [len(pieces) * number // num_parts for number in range(num_parts + 1)]
+    return [pieces[start:stop] for start, stop in pairwise(edges)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -326,21 +379,26 @@ class GenerateEngine(PageJobs):
     async def prefill(
         self, tokens: Prompt, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
     ) -> int:
-        """Encode a prompt into the pages `keep`, one chunk a pass. The contract is that of `Encoder.prefill`."""
-
-        def step(start: int, stop: int) -> JobStep:
+        """Encode a prompt into the pages `keep`, in passes of about a chunk's work. As `Encoder.prefill` says."""
+        size = self.scheduler.config.prefill_chunk_tokens
+        limits = list(chunks(first_token, len(tokens), size)) if tokens.is_divisible else [(0, len(tokens))]
+        steps: list[JobStep] = []
+        encoded = [first_token]  # tokens whose KV the pages hold before the first step, after it, ..
+        for start, stop in limits:
             before = [PromptKV(self.arena, keep, start)] if start else []
-
-            def run() -> None:
-                self.generator.encode(tokens.tokens[start:stop], before, PromptKV(self.arena, keep, stop), start)
-                self.backend.synchronize()
-
-            return JobStep(run, self.cost.pass_s(stop - start, start, 0))
-
-        limits = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
-        steps = [step(start, stop) for start, stop in limits]
+            into = PromptKV(self.arena, keep, stop)
+            pieces = self.generator.encoding(tokens.tokens[start:stop], before, into, start)
+            parts = _divided(pieces, -(-(stop - start) // size))
+            each_s = self.cost.pass_s(stop - start, start, 0) / len(parts)
+            steps += [JobStep(partial(self._run, part), each_s) for part in parts]
+            encoded += [start] * (len(parts) - 1) + [stop]
         done = await self.scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
-        return limits[done.steps - 1][1] if done.steps else first_token
+        return encoded[done.steps]
+
+    def _run(self, pieces: Sequence[Callable[[], None]]) -> None:
+        for piece in pieces:
+            piece()
+        self.backend.synchronize()
 
     async def generate(
         self, work: GeneratePass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
@@ -360,7 +418,7 @@ class GenerateEngine(PageJobs):
         """
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
-        work = replace(work, vocabulary=self.generator.decoder.config.vocab_size)
+        work = replace(work, vocabulary=len(self.generator.model.head_weight))
         done: JobResult[GeneratedItems] = await self.scheduler.batch(
             work,
             self.run_batch,

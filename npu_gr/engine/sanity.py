@@ -6,18 +6,21 @@ every weight is finite, every score is finite, and scores differ between candida
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
+from npu_gr.backend.tiles import Slab
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError
 from npu_gr.engine.generate_engine import GenerateEngine
 from npu_gr.engine.page_jobs import proof_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
+from npu_gr.model.generative import LayerSlabs
 
 _FAR = float("inf")
 
@@ -93,6 +96,11 @@ async def check_ranker(
     check_scores(np.stack([each.logits for each in found]), tasks, where)
 
 
+def _first(kv: Mapping[int, Slab], num_tokens: int) -> LayerSlabs:
+    """The KV of the first tokens of a prompt."""
+    return lambda layer: [(kv[layer][0][:num_tokens], kv[layer][1][:num_tokens])]
+
+
 async def check_generator(engine: GenerateEngine, codes: Sequence[int], first_token: int, where: str) -> None:
     """Score the semantic-ID tokens that may follow two different prompts, and check the scores.
 
@@ -107,15 +115,18 @@ async def check_generator(engine: GenerateEngine, codes: Sequence[int], first_to
     Raises:
         CheckpointError: as `check_scores`.
     """
-    decoder = engine.generator.decoder
+    model = engine.generator.model
     random = np.random.default_rng(0)
     bases = first_token + np.cumsum([0, *codes[:-1]])
 
     def score() -> F32:
         """Of the token after two random items, on a device thread."""
         tokens: I64 = (bases + random.integers(0, codes, (2, len(codes)))).ravel()
-        hidden = decoder.prefill(engine.backend, engine.backend.upload(tokens), 0, None, None)
-        logits = decoder.logits(hidden, (first_token, first_token + sum(codes)))
+        kv: dict[int, Slab] = {}
+        for piece in model.encoding(engine.backend, tokens, 0, None, lambda layer, k, v: kv.update({layer: (k, v)})):
+            piece()
+        begun = model.begin(engine.backend, tokens, partial(_first, kv))
+        logits = model.logits(begun.hidden, (first_token, first_token + sum(codes)))
         scores: F32 = logits[0].to("cpu", torch.float32).numpy()
         return scores
 

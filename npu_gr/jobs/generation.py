@@ -24,7 +24,7 @@ from npu_gr.core.request import GenerateAnswer, GenerateRequest, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
 from npu_gr.engine.beam_search import SearchOptions
-from npu_gr.engine.generate_engine import GenerateEngine, GeneratePass, Prompt, make_prompt
+from npu_gr.engine.generate_engine import Frame, GenerateEngine, GeneratePass, Prompt, make_prompt
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.histories import UserHistory
@@ -70,13 +70,13 @@ class Generation:
         self.relay = relay
         self.items = items
         self._metrics = metrics
-        self._max_prompt_tokens = longest_prompt(config, engine)
+        self._max_prompt_tokens = engine.generator.max_prompt_tokens
         self.use = InUse()
 
     @property
     def max_events(self) -> int:
         """Newest behaviours among which the prompt's items are looked for: some are not in the catalogue."""
-        return LOOKED_AT * (self._max_prompt_tokens // len(self.config.codes))
+        return LOOKED_AT * ((self._max_prompt_tokens - self.config.num_frame_tokens) // len(self.config.codes))
 
     @property
     def model(self) -> ModelInfo:
@@ -103,9 +103,9 @@ class Generation:
     async def signal(self, user: UserKey, history: UserHistory) -> Verdict:
         """Start a prefill of the history's prompt, if the trigger wants one."""
         with self.items.pin() as (snapshot, _):
-            return self.relay.signal(user, await self._prompt(snapshot, history))
+            return self.relay.signal(user, await self._prompt(snapshot, user, history))
 
-    async def _prompt(self, snapshot: Snapshot, history: UserHistory) -> Prompt:
+    async def _prompt(self, snapshot: Snapshot, user: UserKey, history: UserHistory) -> Prompt:
         """Make the prompt in a thread: a thousand look-ups in a catalogue of millions take milliseconds."""
         return await asyncio.to_thread(
             make_prompt,
@@ -114,7 +114,15 @@ class Generation:
             self._max_prompt_tokens,
             self.config.cut_step_items,
             history.newest.first_index,
+            self._frame(user),
+            is_divisible=self.engine.generator.model.is_divisible,
         )
+
+    def _frame(self, user: UserKey) -> Frame:
+        """The tokens around a user's items."""
+        users = self.config.user_tokens
+        own = () if users is None else (users.of(user.user),)
+        return Frame(self.config.tokens_before + own, self.config.tokens_after or ())
 
     def _filter(self, snapshot: Snapshot, request: GenerateRequest, item_ids: I64) -> Filter | None:
         """Make the filter of a request, in a thread: a long history takes milliseconds; None = every item passes."""
@@ -149,7 +157,7 @@ class Generation:
             if request.catalogue_version not in (None, snapshot.version):
                 wanted = quoted(request.catalogue_version)
                 raise NotFound(f"catalogue_version: {wanted} is not served; {snapshot.version!r} is")
-            prompt = await self._prompt(snapshot, history)
+            prompt = await self._prompt(snapshot, request.user, history)
             if not len(prompt):
                 raise ColdUser(f"history: none of the newest {len(history.newest.events)} items is in the catalogue")
             options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
@@ -157,8 +165,7 @@ class Generation:
             async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
                 lease_s = time.monotonic() - began_at
                 if lease.first_token:
-                    item_tokens = snapshot.trie.num_levels
-                    prompt = prompt.newest(max(item_tokens, len(prompt) - lease.first_token), item_tokens)
+                    prompt = prompt.newest(len(prompt) - lease.first_token, snapshot.trie.num_levels)
                 work = GeneratePass(
                     trie=snapshot.trie,
                     tables=tables,
@@ -195,15 +202,10 @@ WARM_UP_TOKENS = (48, 240, 960)
 WARM_UP_BEAMS = (16, 128)
 
 
-def longest_prompt(config: GenerateConfig, engine: GenerateEngine) -> int:
-    """The configured prompt length, in tokens, as far as the model can read."""
-    return min(config.max_prompt_tokens, engine.generator.max_prompt_tokens)
-
-
 async def warm_up(config: GenerateConfig, engine: GenerateEngine, items: ServedCatalogue) -> None:
     """Run each shape once, which fits the cost model; an empty catalogue has nothing to search."""
     with items.pin() as (snapshot, tables):
         if snapshot.trie.num_items:
-            lengths = sorted({min(longest_prompt(config, engine), n) for n in WARM_UP_TOKENS})
+            lengths = sorted({min(engine.generator.max_prompt_tokens, n) for n in WARM_UP_TOKENS})
             widths = sorted({min(config.max_beams, width) for width in WARM_UP_BEAMS})
             await engine.warm_up(snapshot.trie, tables, lengths, widths)

@@ -13,7 +13,6 @@ Invariant: a token's keys and values depend on it and the tokens before it alone
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -21,15 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from npu_gr.backend.base import Affine, Backend, accumulator
-from npu_gr.backend.calls import BeamCall
-from npu_gr.backend.tiles import Slab
 from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.core.arrays import I64
 from npu_gr.core.settings import Count, Positive
 from npu_gr.model.experts import Experts, ExpertsConfig
+from npu_gr.model.generative import BeamStep, Begun, KVShape, LayerSlabs, Sink
 from npu_gr.model.rope import RopeScaling, rope_angles, rope_frequencies, rotate
-
-LayerSlabs = Callable[[int], Sequence[Slab]]  # layer -> (k, v), each [m, Hkv, D], in token order
-Sink = Callable[[int, Tensor, Tensor], None]  # layer, k and v [n, Hkv, D] of the new tokens
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,50 +58,6 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Compute cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, in fp32."""
         frequencies = rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling, device)
         return rope_angles(first, num_tokens, frequencies)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class UnsharedKV:
-    """Keys and values of the tokens that beams have added, as one decode step reads and writes them.
-
-    W = rows of the slab, at least as many as the step has rows; S = its slots.
-    """
-
-    slabs: Callable[[int], Slab]  # layer -> (k, v), each [W, S, Hkv, D]; slot `step` is written
-    step: int  # slots 0..step-1 are valid before the step, 0..step after it
-    ancestry: Tensor | None = None  # int64 [step + 1, rows]: row of the slab that holds slot s; None = the row itself
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class BeamStep:
-    """The beams of one request in a decode step; rows = beams."""
-
-    tokens: Tensor  # int64 [rows], the token each beam chose last
-    position: int  # its position, the same for every beam: prompt length + step
-    shared: LayerSlabs  # the whole prompt
-    unshared: UnsharedKV
-    # two attention stages and a merge, or one stage, which is faster for short prompts; equal but for rounding
-    split: bool = True
-
-    def attend(self, backend: Backend, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Write the beams' keys and values into their slot, then attend.
-
-        Args:
-            backend: whose attention runs.
-            layer: index.
-            q: [rows, Hq, D].
-            k, v: [rows, Hkv, D] of the step's tokens.
-            scale: factor on q k^T.
-
-        Returns:
-            [rows, Hq, D].
-        """
-        own = self.unshared
-        slab = own.slabs(layer)
-        slab[0][: len(q), own.step] = k
-        slab[1][: len(q), own.step] = v
-        attention = backend.beam_attention if self.split else backend.beam_attention_plain
-        return attention(BeamCall(q, self.shared(layer), slab, own.step + 1, own.ancestry, scale))
 
 
 class RMSNorm(nn.Module):
@@ -197,6 +149,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The weights, prefill and one decode step. The residual stream of a half-precision model stays fp32."""
 
+    is_divisible = True
+
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -210,6 +164,14 @@ class Decoder(nn.Module):
     def dtype(self) -> torch.dtype:
         found: torch.dtype = self.embedding.weight.dtype
         return found
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+
+    def longest_prompt(self, num_levels: int) -> int:
+        """Leave room for the tokens that beams add: all of an item but the last, which is never read."""
+        return self.config.max_tokens - (num_levels - 1)
 
     def _layer(self, index: int) -> DecoderLayer:
         layer = self.layers[index]
@@ -300,6 +262,21 @@ class Decoder(nn.Module):
         (x,) = backend.row_wise(self, len(self.layers), self._between(len(self.layers), backend), rows)
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def encoding(
+        self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
+    ) -> Sequence[Callable[[], None]]:
+        """Divide the encoding of new tokens into pieces: one, because tokens can be divided instead."""
+
+        def run() -> None:
+            self.prefill(backend, backend.upload(tokens), start, past, sink)
+
+        return [run]
+
+    def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
+        """Run the last token of the prompt again, for its row. The arguments are those of `GenerativeModel.begin`."""
+        last = len(tokens) - 1
+        return Begun(self.prefill(backend, backend.upload(tokens[last:]), last, prompt(last) if last else None, None))
 
     @torch.inference_mode()
     def logits(

@@ -32,6 +32,7 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", qkv_bias=None),
     "mistral": Family("MistralForCausalLM", sliding_window=4096),
 }
+KINDS = (*FAMILIES, "t5")  # the last is an encoder-decoder: `hf_t5.py`
 MAX_LAYERS = 10_000  # of a mixture of experts, whose dense layers are listed
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 # Keys of the scalings of RoPE that are served, by their names in config.json -> in `RopeScaling`.
@@ -113,13 +114,23 @@ def refuse_unknown_kind(keys: Mapping[str, Any]) -> None:
     """
     kind = keys.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    for key in EXPERT_KEYS:
-        if keys.get(key) and not (family and family.has_experts):
-            raise ValueError(f"{key}: {keys[key]!r}: a mixture of experts is served of qwen3_moe only")
+    if family is None or not family.has_experts:
+        refuse_experts(keys)
     if family is None:
-        raise ValueError(f"model_type: {kind!r} is none of {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type: {kind!r} is none of {', '.join(KINDS)}")
     if keys.get("architectures") != [family.architecture]:
         raise ValueError(f"architectures: {keys.get('architectures')!r} is not [{family.architecture!r}]")
+
+
+def refuse_experts(keys: Mapping[str, Any]) -> None:
+    """Refuse a mixture of experts.
+
+    Raises:
+        ValueError: with the key and its value.
+    """
+    for key in EXPERT_KEYS:
+        if keys.get(key):
+            raise ValueError(f"{key}: {keys[key]!r}: a mixture of experts is served of qwen3_moe only")
 
 
 def _refuse_unserved(config: _HFConfig) -> None:

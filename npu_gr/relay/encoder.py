@@ -25,12 +25,17 @@ class Prefix(Protocol):
         """[n] unix seconds of its tokens; they are kept beside the KV."""
         ...
 
+    @property
+    def is_divisible(self) -> bool:
+        """Whether the KV of its first tokens is of use without the rest: it does not depend on later tokens."""
+        ...
+
     def __len__(self) -> int:
         """Count its tokens."""
         ...
 
     def fingerprint(self, num_tokens: int) -> str:
-        """Identify the first `num_tokens` tokens: two prefixes have the same fingerprint only if they are equal."""
+        """Identify the KV of the first `num_tokens` tokens: the same only where all that it depends on is the same."""
         ...
 
 
@@ -79,7 +84,8 @@ class Encoder(Protocol[P_in]):
             first_token: where to continue.
 
         Returns:
-            how many tokens the pages hold now: all of them, unless `order` was cancelled at a step.
+            how many tokens the pages hold now: all of them, unless `order` was cancelled at a step. Of a prefix that is
+            not divisible, all or none.
         """
         ...
 

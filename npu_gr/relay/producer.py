@@ -51,6 +51,7 @@ class Producer:
     adoption: Adoption | None = None  # by the rank that stops it, or whose pass fills the entry
     encoded_tokens: int = 0  # that the pages held when its task stopped
     joiners: int = 0  # ranks that wait for it
+    is_divisible: bool = True  # as of the prefix: a rank can go on where its task has stopped
     gives_way: bool = False  # to another tenant: its task is cancelled, and ends with the chunk that runs
     ended: asyncio.Future[None] = field(init=False)  # done in state ENDED
 
@@ -61,9 +62,12 @@ class Producer:
 
     @property
     def is_adoptable(self) -> bool:
-        """Whether a rank may encode the rest itself: it is a prefill, no rank has adopted it, and none waits for it."""
+        """Whether a rank may encode the rest itself: it is a prefill, no rank has adopted it, and none waits for it.
+
+        A prefill in one piece has no rest: a rank joins it.
+        """
         has_task = self.state in (ProducerState.RUNNING, ProducerState.DESERTED)
-        return self.kind is ProducerKind.PREFILL and has_task and not self.joiners
+        return self.kind is ProducerKind.PREFILL and self.is_divisible and has_task and not self.joiners
 
     @property
     def is_at_work(self) -> bool:

@@ -129,7 +129,8 @@ class Producers(Generic[P]):
             base = None  # without its lease, its own pages may make the room
             entry = self._pool.reserve(key, len(tokens), is_signalled=True)
         fill = partial(self._filler.compute, tokens, base, deadline_at)
-        self._run(self._add(Producer(entry, ProducerKind.PREFILL, fill, order)), held)
+        made = Producer(entry, ProducerKind.PREFILL, fill, order, is_divisible=tokens.is_divisible)
+        self._run(self._add(made), held)
         return Verdict.PREINFER if base is None else Verdict.EXTEND
 
     def reload(

@@ -44,9 +44,9 @@ from npu_gr.kv.layout import KVLayout
 from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.kv.tiers import open_tiers
 from npu_gr.metrics.registry import Metrics
-from npu_gr.model import hf
+from npu_gr.model import generators, hf_files
 from npu_gr.model.config import HSTUConfig, inexact_fields
-from npu_gr.model.decoder import Decoder
+from npu_gr.model.generative import GenerativeModel
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.calibration import Calibration
@@ -265,13 +265,13 @@ async def open_generation(
     section = config.generate
     assert section is not None
     folder = Path(section.checkpoint)
-    version = await asyncio.to_thread(hf.version, folder)
+    version = await asyncio.to_thread(hf_files.version, folder)
     names = await asyncio.to_thread(_names, section.checkpoint)
     actions = await asyncio.to_thread(_actions, folder)
     if beside is not None and (version, section) == (beside.version, beside.config):
         return _renamed(beside, names)
-    decoder = await asyncio.to_thread(_decoder, config, section, backend)
-    layout = layout_of(decoder, config.kv.page_tokens)
+    model = await asyncio.to_thread(_generative, config, section, backend)
+    layout = layout_of(model, config.kv.page_tokens)
     if beside is None:
         tiers = open_tiers(
             msgspec.structs.replace(config.kv, hbm_bytes=section.hbm_bytes, dram_bytes=section.dram_bytes),
@@ -288,7 +288,7 @@ async def open_generation(
                 f"generate.checkpoint: {folder} needs pages of another layout than the one that serves; start anew"
             )
     pool, dram = tiers
-    engine = await asyncio.to_thread(_generate_engine, decoder, section, backend, scheduler, pool.arena)
+    engine = await asyncio.to_thread(_generate_engine, model, section, backend, scheduler, pool.arena)
     engine.objective_s = config.slo.objective_s(GENERATE.name)
     await check_generator(engine, section.codes, section.first_token, f"checkpoint {folder}")
     if beside is not None:
@@ -330,24 +330,26 @@ async def open_generation(
     return Prepared(activate, items=items)
 
 
-def _decoder(config: Config, section: GenerateConfig, backend: Backend) -> Decoder:
+def _generative(config: Config, section: GenerateConfig, backend: Backend) -> GenerativeModel:
     folder = Path(section.checkpoint)
-    decoder = hf.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32).to(backend.device).eval()
-    last_token = section.first_token + sum(section.codes)
-    if last_token > decoder.config.vocab_size:
-        raise ConfigError(
-            f"generate.codes: the last token would be {last_token - 1}, "
-            f"the vocabulary of {folder} has {decoder.config.vocab_size}"
-        )
-    return decoder
+    model = generators.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+    section.check_model(section.checkpoint, model.config.vocab_size, is_divisible=model.is_divisible)
+    return model.to(backend.device).eval()
 
 
 def _generate_engine(
-    decoder: Decoder, section: GenerateConfig, backend: Backend, scheduler: Scheduler, arena: KVArena
+    model: GenerativeModel, section: GenerateConfig, backend: Backend, scheduler: Scheduler, arena: KVArena
 ) -> GenerateEngine:
     limits = scheduler.config
     rows = min(limits.max_batch_rows, section.max_beams * limits.max_batch_requests)
-    generator = Generator(decoder, backend, section.max_beams, len(section.codes), limits.streams, rows)
+    num_levels = len(section.codes)
+    longest = section.max_prompt_tokens
+    generator = Generator(model, backend, section.max_beams, num_levels, limits.streams, rows, longest)
+    if generator.max_prompt_tokens < num_levels + section.num_frame_tokens:
+        raise ConfigError(
+            f"generate.checkpoint: {section.checkpoint} takes prompts of {generator.max_prompt_tokens} tokens, "
+            f"one item and what stands around it are {num_levels + section.num_frame_tokens}"
+        )
     engine = GenerateEngine(generator, scheduler, arena)
     backend.synchronize()  # weights and arenas, before a device thread uses them
     return engine

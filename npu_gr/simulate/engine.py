@@ -47,6 +47,11 @@ class SimulatedPrefix:
         """[n] zeros."""
         return _TIMESTAMPS[: self._num_tokens]
 
+    @property
+    def is_divisible(self) -> bool:
+        """Always, as of a ranker."""
+        return True
+
     def __len__(self) -> int:
         return self._num_tokens
 

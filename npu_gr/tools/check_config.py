@@ -204,13 +204,11 @@ def _generator(section: GenerateConfig) -> Iterator[Opened]:
     folder = Path(section.checkpoint)
 
     def model() -> str:
-        from npu_gr.model import hf
+        from npu_gr.model import generators, hf_files
 
-        decoder = hf.examine(folder)
-        last_token = section.first_token + sum(section.codes) - 1
-        if last_token >= decoder.vocab_size:
-            raise ConfigError(f"{folder} has {decoder.vocab_size} tokens, generate.codes needs token {last_token}")
-        return f"{folder}: version {hf.version(folder)}, {decoder.vocab_size} tokens"
+        found = generators.examine(folder)
+        section.check_model(section.checkpoint, found.vocab_size, is_divisible=found.is_divisible)
+        return f"{folder}: version {hf_files.version(folder)}, {found.vocab_size} tokens"
 
     def catalogue() -> str:
         items = read_items(Path(section.catalogue))

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import torch
 
-from npu_gr.bench import generate
+from npu_gr.bench import generate, generate_t5
+from npu_gr.model.t5 import T5
 
 
 @pytest.fixture
@@ -37,3 +38,25 @@ def test_a_wrong_result_is_not_timed(small: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(generate.Dense, "search", wrong)
     with pytest.raises(AssertionError, match="width=3: the dense search differs"):
         list(generate.lines("cpu", seed=0, budget_s=0.0, with_transformers=False))
+
+
+def test_a_t5_is_compared_with_transformers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose constrained beam search finds the same, or nothing is timed."""
+    for name, value in {"NUM_CODES": 32, "PROMPT_TOKENS": 40, "NUM_ITEMS": 400, "WIDTHS": (8, 16)}.items():
+        monkeypatch.setattr(generate, name, value)
+    sizes = {
+        "vocab_size": 32,
+        "dim": 16,
+        "head_dim": 4,
+        "mlp_dim": 32,
+        "num_encoder_layers": 2,
+        "num_decoder_layers": 2,
+    }
+    shape = msgspec.structs.replace(generate_t5.config(), **sizes)
+    monkeypatch.setattr(generate_t5, "config", lambda: shape)
+    found = list(generate_t5.lines("cpu", seed=0, budget_s=0.0, with_transformers=True))
+    assert [line.baseline for line in found] == ["no cache", "transformers", "no cache"]
+    assert all(line.ours > 0 for line in found)
+    monkeypatch.setattr(T5, "logits", lambda self, hidden, *_: hidden.new_zeros(len(hidden), 32))
+    with pytest.raises(AssertionError, match="transformers differs by"):
+        list(generate_t5.lines("cpu", seed=0, budget_s=0.0, with_transformers=True))

@@ -11,7 +11,8 @@ import torch
 from npu_gr.backend.base import Backend
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model import hf
-from npu_gr.model.decoder import BeamStep, Decoder, DecoderConfig, UnsharedKV
+from npu_gr.model.decoder import Decoder, DecoderConfig
+from npu_gr.model.generative import BeamStep, UnsharedKV
 from tests.decoders import VARIANTS, Prefix, Slots, hf_logits, prefilled, prompt, saved
 from tests.models import CPU
 

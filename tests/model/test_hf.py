@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.model import hf
+from npu_gr.model import hf, hf_files
 from tests.decoders import VARIANTS, hf_logits, hf_model, prefilled, prompt, saved
 from tests.models import CPU
 
@@ -143,7 +143,7 @@ def test_head_dim_defaults_to_the_familys(tmp_path: Path) -> None:
     assert hf.read_config(tmp_path).head_dim == 128
 
 
-@pytest.mark.parametrize("stored", hf.DTYPES, ids=str)
+@pytest.mark.parametrize("stored", hf_files.DTYPES, ids=str)
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_any_dtype_to_any_dtype(tmp_path: Path, stored: torch.dtype, wanted: torch.dtype) -> None:
     theirs = hf_model(**QWEN3)

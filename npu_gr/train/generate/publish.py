@@ -25,13 +25,14 @@ from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
-from npu_gr.model import hf
+from npu_gr.model import hf, hf_files
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
 from npu_gr.train.next_command import CONFIGURATION, example, next_command
 
 CATALOGUE = "items.jsonl"
 REPORT = "report.json"
-FILES = (hf.WEIGHTS, hf.CONFIG, action_names.FILE, CATALOGUE, REPORT, CONFIGURATION)  # in the order of their renaming
+# in the order of their renaming
+FILES = (hf_files.WEIGHTS, hf_files.CONFIG, action_names.FILE, CATALOGUE, REPORT, CONFIGURATION)
 MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
 
 

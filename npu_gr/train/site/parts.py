@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from npu_gr.dataset.files import Dataset, read_dataset
 from npu_gr.features.interactions import ItemValues
 from npu_gr.matching.vectors import save as save_vectors
-from npu_gr.model.hf import version
+from npu_gr.model.hf_files import version
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.train.data import TESTED, Split
 from npu_gr.train.generate.publish import publish

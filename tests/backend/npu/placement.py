@@ -26,6 +26,7 @@ AI_CORE: dict[str, frozenset[torch.dtype]] = {
     **dict.fromkeys(("add", "add_", "sub", "sub_", "mul", "mul_"), ANY),
     **dict.fromkeys(("div", "exp", "exp_", "rsqrt", "reciprocal", "cos", "sin", "silu", "silu_", "sigmoid", "neg"), F),
     **dict.fromkeys(("isnan", "logsumexp", "mean", "log", "native_layer_norm", "gelu", "_softmax"), F),
+    "relu": F,  # activation/relu: with bf16 from the 910B on
     **dict.fromkeys(("pow", "square"), F),  # math/pow: FLOAT, FLOAT16, and bf16 by way of fp32
     **dict.fromkeys(("mm", "bmm", "linear", "addmm", "baddbmm", "matmul"), F),
     **dict.fromkeys(("scaled_dot_product_attention", "npu_fused_infer_attention_score"), F),

@@ -201,7 +201,7 @@ def test_a_missing_library_is_said_or_required(
 
 def generated(generator: Generator, trie: Trie, history: list[int], **how: Any) -> GeneratedItems:
     tokens = make_prompt(trie, np.array(history), 18).tokens
-    arena = KVArena(layout_of(generator.decoder, page_tokens=4), 11, generator.backend.device)
+    arena = KVArena(layout_of(generator.model, page_tokens=4), 11, generator.backend.device)
     part = PromptKV(arena, (PageRun(0, 5),), len(tokens))
     generator.encode(tokens, [], part)
     tables = Tables.upload(trie, generator.backend.device)

@@ -24,10 +24,12 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.matching.index import ExactIndex
+from npu_gr.model import t5
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.placement import Recorder
 from tests.backend.npu.test_backend import tokens
 from tests.backend.npu.test_hstu_pass import User
+from tests.engine import test_whole_prompts
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate_engine import catalogue
 from tests.models import tiny_model
@@ -68,6 +70,27 @@ def test_a_generate_stays_on_the_ai_core(npu: FakeRuntime, dtype: torch.dtype, n
         generator.encode(tokens[6:], [first], second)
         options = SearchOptions(width=20, normalise=normalise)  # type: ignore[arg-type]
         generator.generate(trie, tables, tokens, [first, second], options, 10, allow)
+
+    seen = recorded(work)
+    assert seen.off_the_ai_core() == Counter()
+    assert {"npu_gr::csr_gather_topk", "npu_gr::beam_fork_", "linear"} <= {each.op for each in seen.seen}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_generate_of_a_t5_stays_on_the_ai_core(
+    npu: FakeRuntime, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its encoder in several parts, its answers behind the start token."""
+    monkeypatch.setattr(t5, "ROWS", 7)
+    made, trie = test_whole_prompts.model(dtype=dtype), test_whole_prompts.catalogue()
+    generator = Generator(made, NPUBackend(npu=npu.as_npu()), 20, 3)
+    arena = KVArena(layout_of(made, page_tokens=4), 11, torch.device("cpu"))
+    tokens = make_prompt(trie, np.array([0, 7, 21, 70, 7]), 18, is_divisible=False).tokens
+    pages, tables = PromptKV(arena, (PageRun(0, 4),), len(tokens)), Tables.upload(trie, torch.device("cpu"))
+
+    def work() -> None:
+        generator.encode(tokens, [], pages)
+        generator.generate(trie, tables, tokens, [pages], SearchOptions(width=20), 10)
 
     seen = recorded(work)
     assert seen.off_the_ai_core() == Counter()

@@ -1,0 +1,43 @@
+"""Which generator a Hugging Face folder holds: `model_type` of its `config.json` says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from npu_gr.core.errors import CheckpointError
+from npu_gr.model import hf, hf_files, hf_t5
+from npu_gr.model.decoder import Decoder
+from npu_gr.model.t5 import T5
+
+
+class Examined(NamedTuple):
+    """What a folder holds, without its memory."""
+
+    vocab_size: int
+    is_divisible: bool  # as of `GenerativeModel`
+
+
+def load(folder: Path, dtype: torch.dtype) -> Decoder | T5:
+    """Read a generator's checkpoint and compute in `dtype`, on the CPU. As `hf_files.load`."""
+    return hf_t5.load(folder, dtype) if _is_t5(folder) else hf.load(folder, dtype)
+
+
+def examine(folder: Path) -> Examined:
+    """Look at a generator's checkpoint without its memory. As `hf_files.examine`."""
+    if _is_t5(folder):
+        return Examined(hf_files.examine(folder, hf_t5.FORMAT).vocab_size, T5.is_divisible)
+    return Examined(hf_files.examine(folder, hf.FORMAT).vocab_size, Decoder.is_divisible)
+
+
+def _is_t5(folder: Path) -> bool:
+    try:
+        keys = msgspec.json.decode((folder / hf_files.CONFIG).read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {hf_files.CONFIG}") from error
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"checkpoint {folder}: {hf_files.CONFIG}: {error}") from error
+    return bool(keys.get("model_type") == "t5")

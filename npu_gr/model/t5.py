@@ -1,0 +1,343 @@
+"""An encoder-decoder of the T5 kind, written for serving: a prompt is encoded once, then beams in lock step.
+
+Every token of the prompt sees every other one, so nothing of an encoded prompt can be used for a longer one. What is
+kept of it is what the decoder reads: the keys and values of each decoder layer's attention over the prompt. That is
+the *shared KV* of the beams; the keys and values of a layer's attention over the answer are *unshared KV*, but for
+those of the start token, which all beams of a request share too.
+
+RMSNorm without bias, no scale on q k^T, a bias on the scores by the distance of query and key in the two attentions
+of tokens over their own kind, the same in every layer. The attention over the prompt is the backend's; that of the
+encoder, and the few tokens of an answer, run as plain torch ops on every device.
+
+Source: T5 (arXiv:1910.10683); as a generator of items: TIGER (arXiv:2305.05065); shared and unshared KV: xGR
+(arXiv:2512.11529).
+Invariant: a prompt is encoded in the same pieces whoever asks for it, so its KV has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, relu, scaled_dot_product_attention, silu
+
+from npu_gr.backend.base import Affine, Backend, Slab, accumulator
+from npu_gr.core.arrays import I64
+from npu_gr.model.decoder import RMSNorm
+from npu_gr.model.generative import BeamStep, Begun, KVShape, LayerSlabs, Sink, UnsharedKV
+from npu_gr.model.t5_config import MAX_TOKENS, Activation, T5Config
+
+ROWS = 256  # of a piece of the encoder
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_tanh": partial(gelu, approximate="tanh"),
+    "silu": silu,
+}
+
+Answer = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v [rows, H, D] -> attention over the answer
+
+
+def _linear(ops: Affine, x: Tensor, layer: nn.Linear, num_heads: int = 0) -> Tensor:
+    """A linear layer of rows x [n, in]: [n, out], or cut into heads [n, num_heads, D]."""
+    y = ops.affine(x, layer, 0, layer.out_features, False)
+    heads: Tensor = y.unflatten(-1, (num_heads, -1)) if num_heads else y
+    return heads
+
+
+class T5Layer(nn.Module):
+    """What layers of both stacks have: the projections of an attention of tokens over their own kind, and the MLP."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.config = config
+        width = config.num_heads * config.head_dim
+        self.norm_in = RMSNorm(config.dim, config.norm_eps)
+        self.qkv = nn.Linear(config.dim, 3 * width, bias=False)
+        self.out = nn.Linear(width, config.dim, bias=False)
+        self.norm_mlp = RMSNorm(config.dim, config.norm_eps)
+        self.up = nn.Linear(config.dim, config.mlp_dim * (2 if config.is_gated else 1), bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+
+    def project(self, x: Tensor, ops: Affine) -> tuple[Tensor, Tensor, Tensor]:
+        """Project rows x [n, dim] to Q, K and V, each [n, H, D]."""
+        q, k, v = _linear(ops, self.norm_in(x), self.qkv, 3 * self.config.num_heads).chunk(3, dim=1)
+        return q, k, v
+
+    def attended(self, x: Tensor, attention: Tensor, ops: Affine) -> Tensor:
+        """Add an attention's output [n, H, D] to the rows x [n, dim]."""
+        return x + _linear(ops, attention.flatten(-2), self.out).to(x.dtype)
+
+    def finish(self, x: Tensor, ops: Affine) -> Tensor:
+        """Compute the next layer's rows [n, dim] from rows that have all attention in them."""
+        act = ACTIVATIONS[self.config.activation]
+        wide = _linear(ops, self.norm_mlp(x), self.up)
+        if self.config.is_gated:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = act(gate) * up
+        else:
+            wide = act(wide)
+        return x + _linear(ops, wide, self.down).to(x.dtype)
+
+
+class T5DecoderLayer(T5Layer):
+    """A layer that reads the prompt, too."""
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__(config)
+        width = config.num_heads * config.head_dim
+        self.norm_prompt = RMSNorm(config.dim, config.norm_eps)
+        self.prompt_q = nn.Linear(config.dim, width, bias=False)
+        self.prompt_kv = nn.Linear(config.dim, 2 * width, bias=False)
+        self.prompt_out = nn.Linear(width, config.dim, bias=False)
+
+    def ask(self, x: Tensor, ops: Affine) -> Tensor:
+        """Project rows x [n, dim] to the Q [n, H, D] that reads the prompt."""
+        return _linear(ops, self.norm_prompt(x), self.prompt_q, self.config.num_heads)
+
+    def told(self, x: Tensor, attention: Tensor, ops: Affine) -> Tensor:
+        """Add what the prompt gave [n, H, D] to the rows x [n, dim]."""
+        return x + _linear(ops, attention.flatten(-2), self.prompt_out).to(x.dtype)
+
+
+class T5(nn.Module):
+    """The weights, the encoder and one decode step. The residual stream of a half-precision model stays fp32."""
+
+    is_divisible = False
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.encoder = nn.ModuleList(T5Layer(config) for _ in range(config.num_encoder_layers))
+        self.encoder_bias = nn.Parameter(torch.zeros(config.num_buckets, config.num_heads))
+        self.encoder_norm = RMSNorm(config.dim, config.norm_eps)
+        self.decoder = nn.ModuleList(T5DecoderLayer(config) for _ in range(config.num_decoder_layers))
+        self.decoder_bias = nn.Parameter(torch.zeros(config.num_buckets, config.num_heads))
+        self.decoder_norm = RMSNorm(config.dim, config.norm_eps)
+        if not config.tied_head:
+            self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.embedding.weight.dtype
+        return found
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.config.num_decoder_layers, self.config.num_heads, self.config.head_dim)
+
+    @property
+    def head_weight(self) -> Tensor:
+        weight: Tensor = self.embedding.weight if self.config.tied_head else self.head.weight
+        return weight
+
+    def longest_prompt(self, num_levels: int) -> int:
+        """Know no limit but ours: distances have no end."""
+        return MAX_TOKENS
+
+    def encoder_layer(self, index: int) -> T5Layer:
+        layer = self.encoder[index]
+        assert isinstance(layer, T5Layer)
+        return layer
+
+    def decoder_layer(self, index: int) -> T5DecoderLayer:
+        layer = self.decoder[index]
+        assert isinstance(layer, T5DecoderLayer)
+        return layer
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        rows: Tensor = self.embedding(tokens)
+        return rows.to(accumulator(rows.dtype))
+
+    def encoding(
+        self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
+    ) -> Sequence[Callable[[], None]]:
+        """Divide the encoding of a whole prompt into pieces: some rows of one layer each."""
+        assert start == 0, "a prompt is encoded whole"
+        return _Encoding(self, backend, tokens, sink).pieces()
+
+    @torch.inference_mode()
+    def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
+        """Run the start token behind the whole prompt. The arguments are those of `GenerativeModel.begin`."""
+        nothing = self.embedding.weight.new_zeros(1, 1, self.config.num_heads, self.config.head_dim)
+        step = BeamStep(
+            tokens=backend.upload(np.array([self.config.start_token])),
+            position=0,
+            shared=prompt(len(tokens)),
+            unshared=UnsharedKV(slabs=lambda _: (nothing, nothing), step=0),
+        )
+        begun: list[Slab] = []
+
+        def itself(_layer: int, _q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            begun.append((k.clone(), v.clone()))
+            return v  # of one key the weight is 1, whatever its score
+
+        return Begun(self._decoded(backend, [step], itself), begun)
+
+    @torch.inference_mode()
+    def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
+        """Run one step of all beams of some requests. The contract is that of `GenerativeModel.decode`."""
+        counts = [len(step.tokens) for step in steps]
+        biases = [self._answer_bias(backend, step.unshared.step) for step in steps]
+
+        def answer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            own = zip(steps, biases, q.split(counts), k.split(counts), v.split(counts), strict=True)
+            parts = []
+            for step, bias, own_q, own_k, own_v in own:
+                step.unshared.write(layer, own_k, own_v)
+                held = step.unshared.held(layer, len(own_q))
+                parts.append(answer_attention(own_q, step.begun[layer], held, bias))
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+        return self._decoded(backend, steps, answer)
+
+    def _answer_bias(self, backend: Backend, step: int) -> Tensor:
+        """[1 + slots, H]: the bias of the start token and of each token behind it, for a query in slot `step`."""
+        return self.decoder_bias[backend.upload(self.config.buckets_before(np.arange(step + 1, -1, -1)))]
+
+    def _decoded(self, backend: Backend, steps: Sequence[BeamStep], answer: Answer) -> Tensor:
+        """Run the decoder's layers for the tokens of some steps; `answer` attends over the answers so far."""
+        counts = [len(step.tokens) for step in steps]
+        rows = [self.embed(torch.cat([step.tokens for step in steps]))]
+        for index in range(len(self.decoder)):
+            x, q, k, v = backend.row_wise(self, ("answer", index), self._to_answer(index, backend), rows)
+            attended = answer(index, q, k, v)
+            x, q = backend.row_wise(self, ("prompt", index), self._to_prompt(index, backend), [x, attended])
+            parts = [
+                step.read_prompt(backend, index, own_q, 1.0) for step, own_q in zip(steps, q.split(counts), strict=True)
+            ]
+            rows = [x, torch.cat(parts) if len(parts) > 1 else parts[0]]
+        (x,) = backend.row_wise(self, ("answer", len(self.decoder)), self._to_answer(len(self.decoder), backend), rows)
+        hidden: Tensor = self.decoder_norm(x)
+        return hidden * self.config.dim**-0.5 if self.config.scales_head else hidden
+
+    def _to_answer(self, index: int, ops: Affine) -> Callable[..., tuple[Tensor, ...]]:
+        """Make the work between the prompt's attention of layer index - 1 and the answer's of layer `index`."""
+
+        def work(x: Tensor, told: Tensor | None = None) -> tuple[Tensor, ...]:
+            if told is not None:
+                before = self.decoder_layer(index - 1)
+                x = before.finish(before.told(x, told, ops), ops)
+            return (x,) if index == len(self.decoder) else (x, *self.decoder_layer(index).project(x, ops))
+
+        return work
+
+    def _to_prompt(self, index: int, ops: Affine) -> Callable[..., tuple[Tensor, ...]]:
+        """Make the work between the two attentions of a layer."""
+        layer = self.decoder_layer(index)
+
+        def work(x: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+            x = layer.attended(x, attended, ops)
+            return x, layer.ask(x, ops)
+
+        return work
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        hidden: Tensor,
+        token_range: tuple[int, int] | None = None,
+        room: Callable[[int, int], Tensor] | None = None,
+    ) -> Tensor:
+        """Scores of the next token, not normalised. The contract is that of `GenerativeModel.logits`."""
+        first, end = token_range or (0, self.config.vocab_size)
+        weight = self.head_weight[first:end]
+        return torch.mm(hidden, weight.T, out=room(len(hidden), len(weight)) if room else None)
+
+
+def answer_attention(q: Tensor, begun: Slab, own: Slab, bias: Tensor) -> Tensor:
+    """Attend over an answer so far: the start token, and what each beam has added.
+
+    Args:
+        q: [rows, H, D].
+        begun: k and v [1, H, D] of the start token.
+        own: k and v [rows, slots, H, D] of each beam's own tokens, that of the query last.
+        bias: [1 + slots, H] on the scores.
+
+    Returns:
+        [rows, H, D] in q's dtype.
+    """
+    wide = accumulator(q.dtype)
+    keys, values = (
+        torch.cat([first.expand(len(q), 1, -1, -1), each], dim=1).to(wide)
+        for first, each in zip(begun, own, strict=True)
+    )
+    # a product and a sum rather than a GEMM: matrices of two to five keys are too small for one
+    weights = ((q.to(wide)[:, None] * keys).sum(-1) + bias.to(wide)).softmax(1)
+    return (weights[..., None] * values).sum(1).to(q.dtype)
+
+
+class _Encoding:
+    """One prompt on its way through the encoder. Its pieces run in order, on any device thread."""
+
+    def __init__(self, model: T5, backend: Backend, tokens: I64, sink: Sink) -> None:
+        self._model = model
+        self._backend = backend
+        self._tokens = tokens
+        self._sink = sink
+        self._parts = [slice(first, min(first + ROWS, len(tokens))) for first in range(0, len(tokens), ROWS)]
+        self._rows: list[Tensor] = []  # of each part [n, dim]
+        self._queries: list[Tensor] = []  # of the layer that runs, of each part [n, H, D]
+        self._keys = self._values = torch.empty(0)  # of the layer that runs [1, H, tokens, D]
+        self._coming: list[tuple[Tensor, Tensor, Tensor]] = []  # q, k, v of the next layer, of the parts that are done
+        self._bias = torch.empty(0)  # [H, 2 tokens - 1] by offset, from the first token seen from the last one
+        self._hidden = torch.empty(0)  # [tokens, dim] what the decoder reads
+
+    def pieces(self) -> list[Callable[[], None]]:
+        """A piece for the embedding, one for some rows of each layer, one for each layer of the decoder."""
+        model = self._model
+        layers = [
+            partial(self._run, layer, part)
+            for layer in range(model.config.num_encoder_layers)
+            for part in range(len(self._parts))
+        ]
+        return [self._begin, *layers, *(partial(self._tell, layer) for layer in range(model.config.num_decoder_layers))]
+
+    @torch.inference_mode()
+    def _begin(self) -> None:
+        model = self._model
+        tokens = self._backend.upload(self._tokens)
+        self._rows = [model.embed(tokens[part]) for part in self._parts]
+        self._coming = [model.encoder_layer(0).project(rows, self._backend) for rows in self._rows]
+        buckets = model.config.buckets_around(np.arange(1 - len(tokens), len(tokens)))
+        self._bias = model.encoder_bias[self._backend.upload(buckets)].T.contiguous()
+
+    @torch.inference_mode()
+    def _run(self, index: int, part: int) -> None:
+        """Compute some rows of a layer, and what the next layer attends with."""
+        model = self._model
+        if part == 0:
+            queries, keys, values = zip(*self._coming, strict=True)
+            self._queries = list(queries)
+            self._keys, self._values = (torch.cat(each).transpose(0, 1)[None] for each in (keys, values))
+            self._coming = []
+        query = self._queries[part].transpose(0, 1)[None]
+        mask = self._block(part).to(query.dtype)
+        attention = scaled_dot_product_attention(query, self._keys, self._values, attn_mask=mask, scale=1.0)
+        layer = model.encoder_layer(index)
+        rows = layer.attended(self._rows[part], attention[0].transpose(0, 1), self._backend)
+        rows = self._rows[part] = layer.finish(rows, self._backend)
+        if index + 1 < len(model.encoder):
+            self._coming.append(model.encoder_layer(index + 1).project(rows, self._backend))
+        elif part + 1 == len(self._parts):
+            self._hidden = model.encoder_norm(torch.cat(self._rows))
+            self._queries = []  # what is no longer needed
+            self._keys = self._values = torch.empty(0)
+
+    def _block(self, part: int) -> Tensor:
+        """[1, H, rows, tokens]: the bias of each row of a part for each token."""
+        rows = self._parts[part]
+        windows = self._bias.unfold(1, len(self._tokens), 1)  # the window at w begins at offset w - (tokens - 1)
+        at = len(self._tokens) - 1 - np.arange(rows.start, rows.stop)
+        return windows[None, :, self._backend.upload(at)]
+
+    @torch.inference_mode()
+    def _tell(self, index: int) -> None:
+        """Hand over the keys and values with which a layer of the decoder reads the prompt."""
+        heads = self._model.config.num_heads
+        both = _linear(self._backend, self._hidden, self._model.decoder_layer(index).prompt_kv, 2 * heads)
+        self._sink(index, both[:, :heads], both[:, heads:])
