@@ -34,7 +34,9 @@ class RankJob:
             raise Unprocessable("candidates: needs at least one")
         with ranking.use:
             with call.slot.outside():
-                history = await self._histories.read(request.user, request.history, self._versions.max_events)
+                history = await self._histories.read(
+                    request.user, request.history, self._versions.max_events, ranking.features.user.features
+                )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)
             answer = await ranking.rank(request, tokens, call, time.monotonic() - call.arrived_at)

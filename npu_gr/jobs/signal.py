@@ -44,7 +44,8 @@ class SignalJob:
                 if model is not None:
                     used.enter_context(model.use)
             with call.slot.outside():
-                history = await self._histories.read(request.user, request.history, versions.max_events)
+                reads = None if ranking is None else ranking.features.user.features
+                history = await self._histories.read(request.user, request.history, versions.max_events, reads)
             read_at = time.monotonic()
             if ranking is not None:
                 tokens = ranking.tokenize(history)
