@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -86,25 +86,31 @@ class UserFeatures:
         self._num_forgotten = 0
         self._quiet_until = float("-inf")
 
-    async def get(self, user: UserKey, reads: Mapping[str, Feature]) -> FoundFeatures:
-        """Get the features of a user; never raises but for a cancellation.
+    def remembered(self, user: UserKey, reads: Mapping[str, Feature]) -> FoundFeatures | None:
+        """Look up features that are fresh; None = they must be fetched.
 
         Args:
             user: whose they are.
             reads: features of users that the model reads.
         """
-        names = tuple(reads)
         row = self._rows.get(user)
-        if row is not None and row.names == names and self._clock() - row.fetched_at < self._config.fresh_s:
-            self._rows.move_to_end(user)
-            found = FoundFeatures(row.values, UserFeaturesOrigin(UserFeaturesSource.REMEMBERED, row.fault))
-        else:
-            key = (user, names)
-            task = self._running.get(key)
-            if task is None:
-                task = self._running[key] = asyncio.get_running_loop().create_task(self._fetch(user, reads, names))
-                task.add_done_callback(lambda done: self._ended(key, done))
-            found = await asyncio.shield(task)  # others may wait for it, too
+        if row is None or row.names != tuple(reads) or self._clock() - row.fetched_at >= self._config.fresh_s:
+            return None
+        self._rows.move_to_end(user)
+        self._observer.read(UserFeaturesSource.REMEMBERED)
+        return FoundFeatures(row.values, UserFeaturesOrigin(UserFeaturesSource.REMEMBERED, row.fault))
+
+    def fetch(self, user: UserKey, reads: Mapping[str, Feature]) -> Awaitable[FoundFeatures]:
+        """Begin to fetch the features of a user, or join those who do it now. Awaiting it raises nothing."""
+        key = (user, tuple(reads))
+        task = self._running.get(key)
+        if task is None:
+            task = self._running[key] = asyncio.get_running_loop().create_task(self._fetch(user, reads, key[1]))
+            task.add_done_callback(lambda done: self._ended(key, done))
+        return self._joined(task)
+
+    async def _joined(self, task: asyncio.Task[FoundFeatures]) -> FoundFeatures:
+        found = await asyncio.shield(task)  # who goes away does not end it for the others
         self._observer.read(found.origin.source)
         return found
 

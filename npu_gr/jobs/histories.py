@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -116,7 +117,12 @@ class Histories:
         self._cut_step_tokens = cut_step_tokens
 
     async def read(
-        self, user: UserKey, ref: HistoryRef, window_events: int, reads: Mapping[str, Feature] | None = None
+        self,
+        user: UserKey,
+        ref: HistoryRef,
+        window_events: int,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        reads: Mapping[str, Feature] | None = None,
     ) -> UserHistory:
         """Read the behaviours that a request names, and the user's features where neither it nor its base has any.
 
@@ -124,6 +130,7 @@ class Histories:
             user: whose they are.
             ref: where they are.
             window_events: the newest ones that the models in service have room for.
+            while_waiting: entered while the store is read, and features are fetched.
             reads: features of users that the model reads; None = they do not matter.
 
         Raises:
@@ -136,26 +143,29 @@ class Histories:
         if ref.base is not None and base is None:
             raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
         given = base.user_features if base is not None and ref.user_features is None else ref.user_features
-        origin = None
+        known = self._brought(ref, base)
+        found = fetching = None
         if given is None and reads and self._of_users is not None:
-            stored, found = await asyncio.gather(
-                self._behaviours(user, ref, base, window_events), self._of_users.get(user, reads)
-            )
-            given, origin = found
-        else:
-            stored = await self._behaviours(user, ref, base, window_events)
-        return UserHistory.of(stored.events, stored.first_index, window_events, given, origin)
+            found = self._of_users.remembered(user, reads)
+            if found is None:
+                fetching = asyncio.ensure_future(self._of_users.fetch(user, reads))  # while the store is read
+        if known is None or fetching is not None:
+            with while_waiting():
+                known = await self._stored(user, window_events) if known is None else known
+                found = found if fetching is None else await fetching
+        values, origin = (given, None) if found is None else found
+        return UserHistory.of(known.events, known.first_index, window_events, values, origin)
 
-    async def _behaviours(
-        self, user: UserKey, ref: HistoryRef, base: KnownHistory | None, window_events: int
-    ) -> StoredHistory:
-        if base is not None:
-            if ref.events is None:
-                return StoredHistory(base.events, base.first_index)
-            events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
-            return StoredHistory(events, base.first_index)
-        if ref.events is not None:
-            return StoredHistory(ref.events, 0)
+    def _brought(self, ref: HistoryRef, base: KnownHistory | None) -> StoredHistory | None:
+        """Find the behaviours that a request brings or that its base remembers; None = the store has them."""
+        if base is None:
+            return None if ref.events is None else StoredHistory(ref.events, 0)
+        if ref.events is None:
+            return StoredHistory(base.events, base.first_index)
+        events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
+        return StoredHistory(events, base.first_index)
+
+    async def _stored(self, user: UserKey, window_events: int) -> StoredHistory:
         if self.store is None:
             raise BadRequest("history: missing, and this instance has no history store")
         try:

@@ -63,7 +63,8 @@ class Rig:
         self.users = UserFeatures(self.source, config, self.counts, lambda: self.now)
 
     async def get(self, user: UserKey = USER) -> Found:
-        values, (source, fault) = await self.users.get(user, READS)
+        found = self.users.remembered(user, READS) or await self.users.fetch(user, READS)
+        values, (source, fault) = found
         return values, source, fault
 
 
@@ -238,5 +239,5 @@ async def test_a_thread_that_raises_or_hangs_serves_the_others() -> None:
     # what ends a thread elsewhere is this call's failure alone
     users = UserFeatures(source, SourceConfig(entry="x:y", timeout_s=5.0), Counts())
     for name in ("exit", "stop"):
-        assert (await users.get(UserKey("", name), READS)).origin.fault is StoreFault.UNAVAILABLE
-    assert (await users.get(UserKey("", "fr"), READS)).values == {"country": "fr"}
+        assert (await users.fetch(UserKey("", name), READS)).origin.fault is StoreFault.UNAVAILABLE
+    assert (await users.fetch(UserKey("", "fr"), READS)).values == {"country": "fr"}
