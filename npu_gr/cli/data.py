@@ -38,16 +38,17 @@ def load(
 ) -> None:
     """Load an interaction LOG into the history store: what is there already is not added again.
 
-    LOG is a file (.inter, .jsonl, .json), or a folder of npu-gr prepare. The model says which actions there are. If a
-    service has the embedded store, the events go through it, at the address of the configuration. What ends in the
-    middle is completed by the same command.
+    LOG is a file (.inter, .jsonl, .json), or a folder of npu-gr prepare. The model says which actions there are, and
+    which features of events are loaded; events that are there already gain those that they lack. If a service has the
+    embedded store, the events go through it, at the address of the configuration. What ends in the middle is completed
+    by the same command.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from npu_gr.core.history import Mode
     from npu_gr.dataset.log import read_log
-    from npu_gr.features.load import load_interactions
+    from npu_gr.features.load import features_loaded, load_interactions
     from npu_gr.tools.ingest import open_target
 
     config = None if config_path is None else load_config(config_path, overrides)
@@ -56,7 +57,8 @@ def load(
 
     async def work(stack: ExitStack) -> Loaded:
         async with open_target(config, url, api_key, PATIENCE_S) as target:
-            click.echo(f"loading into {target.about}", err=True)
+            found = ", ".join(features_loaded(interactions, target.model.features))
+            click.echo(f"loading into {target.about}{found and f'; features of events: {found}'}", err=True)
             columns = (TextColumn("events"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             console = Console(stderr=True)
             bars = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
@@ -64,13 +66,16 @@ def load(
             return await load_interactions(
                 target.store,
                 interactions,
-                target.action_names,
+                target.model.actions,
                 tenant,
                 mode,
                 lambda num_events: bars.advance(task, num_events),
+                target.model.features,
             )
 
     with ExitStack() as stack:
         done = asyncio.run(work(stack))
     told = f"{done.num_replaced} replaced" if replace else f"{done.num_known} events were already there"
+    if done.num_filled:
+        told += f", of which {done.num_filled} gained features"
     click.echo(f"{done.num_users} users: {done.num_added} events added, {told}")

@@ -50,6 +50,22 @@ FROM_REQUEST = HistoryOrigin(HistorySource.REQUEST)
 FROM_STORE = HistoryOrigin(HistorySource.STORE)
 
 
+class UserFeaturesSource(StrEnum):
+    """Where features of a user came from that no request brought; in answers, and a metric label."""
+
+    SOURCE = "source"  # fetched now
+    REMEMBERED = "remembered"  # fetched before, and still fresh
+    LAST_KNOWN = "last_known"  # the source failed: what it said before
+    NOTHING = "nothing"  # the source failed, and nothing was known: they are missing
+
+
+class UserFeaturesOrigin(NamedTuple):
+    """The source of a user's features, and its fault if it failed, or said what does not fit the model."""
+
+    source: UserFeaturesSource
+    fault: StoreFault | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Events:
     """Behaviours, oldest first, with the caller's own item ids. n = number of events."""
@@ -150,11 +166,15 @@ class HistoryReport:
     unknown_items: int = 0  # events of the window left out because the model lacks their item
     missing_features: tuple[str, ...] = ()  # user.name or event.name: of the model, and nowhere in the history
     origin: HistoryOrigin = FROM_REQUEST  # where the behaviours came from
+    user_features: UserFeaturesOrigin | None = None  # None = of the request, of its base, or of nobody
 
     def log_fields(self) -> dict[str, Any]:
         """Return what the access log says of the history: its length, and how it was degraded."""
         source, fault, sorted_events = self.origin
+        of_user = self.user_features
         return {
+            "features_source": of_user.source.value if of_user and of_user.fault else None,
+            "features_fault": of_user.fault.value if of_user and of_user.fault else None,
             "history_tokens": self.num_tokens,
             "sorted_events": sorted_events or None,
             "history_source": source.value if fault else None,
@@ -184,3 +204,9 @@ class Written(NamedTuple):
 
     num_events: int  # that the store now keeps of the user
     num_added: int  # of those that came
+    num_filled: int = 0  # of those that a merge found there: how many gained features
+
+    @property
+    def changes(self) -> bool:
+        """Whether the store keeps another history than before."""
+        return bool(self.num_added or self.num_filled)

@@ -33,13 +33,13 @@ class Columns(NamedTuple):
 
     @property
     def given(self) -> Mapping[str, F32 | U64]:
-        """All columns by name."""
+        """All columns by name; of two with one name, which models of two versions brought, that of names."""
         return {**self.numbers, **self.names}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(column.nbytes for column in self.given.values())
+        return sum(column.nbytes for columns in self for column in columns.values())
 
     def take(self, rows: Any) -> Columns:
         """Return some rows: a slice, a mask, indices."""
@@ -71,13 +71,22 @@ class Columns(NamedTuple):
         for name in {**self.names, **newer.names}:
             found = [columns.get(name, np.zeros((n, 1), np.uint64)) for columns, n in
                      ((self.names, num_rows), (newer.names, num_newer))]  # fmt: skip
-            names[name] = np.concatenate([_wide(part, max(one.shape[1] for one in found)) for part in found])
+            names[name] = np.concatenate([widened(part, max(one.shape[1] for one in found)) for part in found])
         return Columns(numbers, names)
 
     def digested(self, update: Callable[[bytes], None]) -> None:
-        """Hand every column that is not missing everywhere to a hash, in the order of names."""
-        for name, column in sorted(self.given.items()):
-            is_missing = np.isnan(column) if column.ndim == 1 else column == 0
+        """Hand every column that is not missing everywhere to a hash, in the order of names.
+
+        Equal values give equal bytes, however wide the column is that holds them.
+        """
+        columns: list[tuple[str, Any]] = [*self.numbers.items(), *self.names.items()]
+        for name, column in sorted(columns, key=lambda named: named[0]):
+            if column.ndim == 1:
+                is_missing = np.isnan(column)
+                column = np.where(is_missing, np.float32(np.nan), column) if is_missing.any() else column
+            else:
+                is_missing = column == 0
+                column = column[:, ~is_missing.all(0)]
             if not is_missing.all():
                 update(name.encode("utf-8", "surrogatepass"))
                 update(np.ascontiguousarray(column).tobytes())
@@ -86,9 +95,9 @@ class Columns(NamedTuple):
 NO_COLUMNS = Columns()
 
 
-def _wide(hashes: U64, width: int) -> U64:
-    """Widen rows of names by places without a value."""
-    return np.pad(hashes, ((0, 0), (0, width - hashes.shape[1])))
+def widened(hashes: U64, width: int) -> U64:
+    """Widen rows of names by places without a value, to `width` at least."""
+    return hashes if hashes.shape[1] >= width else np.pad(hashes, ((0, 0), (0, width - hashes.shape[1])))
 
 
 def as_columns(features: Mapping[str, Feature], columns: Mapping[str, Any], num_rows: int) -> Columns:
@@ -186,8 +195,7 @@ class ModelFeatures:
         for name, hashes in columns.names.items():
             feature = encoder.features.get(name)
             if feature is not None and feature.kind != "number":
-                fitting[name] = _wide(hashes, feature.max_values) if hashes.shape[1] < feature.max_values else (
-                    hashes[:, : feature.max_values])  # fmt: skip
+                fitting[name] = widened(hashes, feature.max_values)[:, : feature.max_values]
         return encoder.encode_columns(fitting, num_rows)
 
 

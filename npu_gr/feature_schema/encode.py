@@ -169,7 +169,7 @@ def as_column(feature: Feature, values: Values, num_rows: int) -> Column:
     Args:
         feature: says what they are.
         values: of a number: numbers; of a name: texts, or whole numbers that stand for their plain text, or lists of
-            them where it has several. An array that this function made is returned as it is.
+            them where it has several. An array of hashes is returned as it is if its rows descend.
         num_rows: that there must be.
 
     Returns:
@@ -225,7 +225,7 @@ def _names(feature: Feature, values: Values) -> U64:
     most = feature.max_values
     if isinstance(values, np.ndarray):
         if values.dtype == np.uint64 and values.shape == (len(values), most):
-            return values
+            return values if (values[:, 1:] <= values[:, :-1]).all() else np.sort(values, 1)[:, ::-1]
         values = [None if value != value else value for value in values.tolist()]
     rows: list[list[str]] = []
     for row, value in enumerate(values):

@@ -15,10 +15,12 @@ from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero
+from npu_gr.features.source import SourceConfig
 
 EVENT = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8")])  # packed: 18 bytes
 
 MAX_EVENTS = 8_388_608  # of a user; keeps a user under the 512 MiB that Redis allows one value
+MAX_FEATURE_BYTES = 65_536  # of an event
 
 FailurePolicy = Literal["fail", "last_known", "nothing"]
 
@@ -43,6 +45,8 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     url: SecretUrl = SecretUrl("redis://127.0.0.1:6379/0")  # redis; rediss:// is over TLS
     tls: RedisTlsConfig | None = None  # of rediss://
     max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536  # older ones are given up
+    # of an event: 4 a number, 8 a name; as many names as any event of the write has
+    max_feature_bytes_per_event: Annotated[int, msgspec.Meta(ge=0, le=MAX_FEATURE_BYTES)] = 1024
     timeout_s: Seconds = 1.0  # of an append or erasure; redis: also to connect, and to be answered
     read_timeout_s: Seconds = 0.025  # of one read: a small share of the objectives of those who wait for it
     max_calls: Count = 64  # reads at once, and as many appends and erasures
@@ -55,6 +59,7 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     idempotency_s: Seconds = 86_400.0  # how long an append's idempotency key is remembered
     max_idempotency_keys: Count = 256  # of a user; then the oldest is forgotten
     check_s: SecondsOrZero = 1.0  # embedded: how long the start looks for damage; 0 = not
+    source: SourceConfig | None = None  # of the features of users; None = requests bring them
 
     def __post_init__(self) -> None:
         if self.tls is not None and not str(self.url).startswith("rediss://"):
@@ -112,7 +117,7 @@ class HistoryStore(Protocol):
             How many events are kept for the user now, or were when the key was first applied.
 
         Raises:
-            Unprocessable: the key was applied to other events.
+            Unprocessable: the key was applied to other events, or their features take too many bytes.
         """
         ...
 
@@ -161,7 +166,7 @@ class HistoryStore(Protocol):
 
 
 def pack(events: Events) -> bytes:
-    """Events as EVENT records."""
+    """Events as EVENT records, without their features."""
     records = np.empty(len(events), EVENT)
     records["item"] = events.items
     records["action"] = events.actions

@@ -79,12 +79,12 @@ def _checks(key: bytes, events: Events) -> npt.NDArray[np.uint32]:
     """One check an event, by whole columns: calling a library for each event would cost a read a millisecond."""
     mixed = np.full(len(events), xxhash.xxh3_64_intdigest(key), np.uint64)
     for column in (events.items, events.actions, events.timestamps):
-        mixed = _mix(mixed ^ column.astype(np.int64).view(np.uint64))
+        mixed = mix(mixed ^ column.astype(np.int64).view(np.uint64))
     return (mixed >> np.uint64(32)).astype(np.uint32)
 
 
-def _mix(values: U64) -> U64:
-    """The finaliser of splitmix64: each bit of a value changes half of the bits of its result."""
+def mix(values: U64) -> U64:
+    """Mix each value (the finaliser of splitmix64): each of its bits changes half of the bits of its result."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Any = values ^ (values >> np.uint64(31))

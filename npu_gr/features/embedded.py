@@ -29,6 +29,7 @@ from npu_gr.features import embedded_file as file
 from npu_gr.features.base import HistoryConfig, StoredHistory, StoreHealth, checked, key_bytes
 from npu_gr.features.embedded_check import quick_check
 from npu_gr.features.embedded_overwrite import MAX_LOG_BYTES, RowOverwrites
+from npu_gr.features.event_features import check_size
 from npu_gr.features.named_actions import read_names, write_names
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class EmbeddedStore:
         return checked(results)
 
     async def _write_one(self, one: Write) -> Written:
+        check_size(one.events, self._config.max_feature_bytes_per_event)
         limits = file.KeyLimits(int(self._wall_clock()), self._config.idempotency_s, self._config.max_idempotency_keys)
         max_events = self._config.max_events_per_user
         written: Written = await self._submit(lambda db: file.write(db, one, max_events, limits))

@@ -20,10 +20,11 @@ from typing import Any
 
 from npu_gr.core.errors import ConfigError, DataError, StoreFailed
 from npu_gr.features import embedded_file as file
-from npu_gr.features.base import EVENT, MAX_EVENTS, unpack
+from npu_gr.features.base import EVENT, MAX_EVENTS
 from npu_gr.features.damage import Found
-from npu_gr.features.embedded_file import CHUNK
+from npu_gr.features.embedded_chunk import CHUNK, Chunk, events_of
 from npu_gr.features.embedded_overwrite import RowOverwrites
+from npu_gr.features.event_features import load_runs
 from npu_gr.features.named_actions import read_names, write_names
 
 log = logging.getLogger(__name__)
@@ -112,11 +113,11 @@ def _look(db: sqlite3.Connection, pragma: str, is_over: Callable[[], bool]) -> F
             break
         first, total = extents.pop(key, (0, -1))
         found.num_entries += len(chunks)
-        found.num_unchecked += sum(its_sum is None for _, _, its_sum in chunks)
+        found.num_unchecked += sum(row.sum is None for row in chunks)
         good = _good(key, chunks, total)
-        found.num_events += sum(len(data) for _, data in good) // EVENT.itemsize
+        found.num_events += sum(len(row.data) for row in good) // EVENT.itemsize
         wanted = range(first // CHUNK, -(-total // CHUNK))
-        if [chunk for chunk, _ in good] != list(wanted):
+        if [row.chunk for row in good] != list(wanted):
             found.bad_users.add(key)
         else:
             found.num_users += 1
@@ -127,13 +128,14 @@ def _look(db: sqlite3.Connection, pragma: str, is_over: Callable[[], bool]) -> F
     return found
 
 
-def _good(key: bytes, chunks: list[tuple[int, bytes, int | None]], total: int) -> list[tuple[int, bytes]]:
+def _good(key: bytes, chunks: list[Chunk], total: int) -> list[Chunk]:
     """The chunks that are whole, in order; `total` < 0 = unknown."""
     good = []
-    for chunk, data, its_sum in sorted(chunks):
+    for row in sorted(chunks, key=lambda row: row.chunk):
         with suppress(StoreFailed):
-            file.check_chunk(key, chunk, data, its_sum, None if total < 0 else min(CHUNK, total - chunk * CHUNK))
-            good.append((chunk, data))
+            row.check(key, None if total < 0 else min(CHUNK, total - row.chunk * CHUNK))
+            load_runs(row.features)
+            good.append(row)
     return good
 
 
@@ -216,9 +218,8 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection) -> Repaired:
     for key, chunks in walk.chunks():
         first, total = extents.pop(key, (0, -1))
         good = _good(key, chunks, total)
-        events = unpack(b"".join(data for _, data in good))
-        if good and good[0][0] == first // CHUNK:
-            events = events[first % CHUNK :]  # given up, but still in the chunk
+        is_first = bool(good) and good[0].chunk == first // CHUNK
+        events = events_of(good, first % CHUNK if is_first else 0)  # what was given up may still be in the chunk
         lost = max(0, total - first - len(events))
         if lost or total < 0 or len(good) < len(chunks):
             done.bad_users.add(key)
@@ -245,27 +246,27 @@ class _Walk:
 
     def users(self) -> Iterator[tuple[bytes, tuple[int, int, int | None]]]:
         """The rows of `users`."""
-        for key, first, total, its_sum in self._rows("users", ("user",), "first, total"):
+        for key, first, total, its_sum in self._rows("users", ("user",), "first", "total"):
             yield key, (first, total, its_sum)
 
-    def chunks(self) -> Iterator[tuple[bytes, list[tuple[int, bytes, int | None]]]]:
+    def chunks(self) -> Iterator[tuple[bytes, list[Chunk]]]:
         """The rows of `chunks`, user by user."""
         now: bytes | None = None
-        gathered: list[tuple[int, bytes, int | None]] = []
-        for key, chunk, data, its_sum in self._rows("chunks", ("user", "chunk"), "data"):
+        gathered: list[Chunk] = []
+        for key, *row in self._rows("chunks", ("user", "chunk"), "data", "features"):
             if key != now and now is not None:
                 yield now, gathered
                 gathered = []
             now = key
-            if isinstance(chunk, int):
-                gathered.append((chunk, data, its_sum))
+            if isinstance(row[0], int):
+                gathered.append(Chunk(*row))
         if now is not None:
             yield now, gathered
 
-    def _rows(self, table: str, keys: tuple[str, ...], columns: str) -> Iterator[tuple[Any, ...]]:
-        """Yield rows in the order of their keys: the keys, the columns, the checksum."""
+    def _rows(self, table: str, keys: tuple[str, ...], *more: str) -> Iterator[tuple[Any, ...]]:
+        """Yield rows in the order of their keys: keys, columns, checksum; None of what an older file lacks."""
         names = {name for _, name, *_ in self._db.execute(f"PRAGMA table_info({table})")}
-        columns = f"{', '.join(keys)}, {columns}, {'sum' if 'sum' in names else 'NULL'}"
+        columns = ", ".join(name if name in names else "NULL" for name in (*keys, *more, "sum"))
         at: tuple[Any, ...] | None = (b"", -1)[: len(keys)]
         while at is not None:
             try:

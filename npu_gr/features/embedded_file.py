@@ -1,12 +1,12 @@
 """The file of the embedded store: its lock, its connections, its tables, and what is done with one user's rows.
 
     users    user -> first, total: events [0, first) were given up, [first, total) are kept
-    chunks   user, chunk -> `CHUNK` events; the last chunk may be shorter
+    chunks   user, chunk -> `CHUNK` events, and their features if they have any; the last chunk may be shorter
     keys     user, idempotency key -> what the append that brought it was, and what it answered
     actions  number -> name of an action, see `named_actions`
 
 Each row has the checksum of its fields, which is checked whenever the row is read. Rows of schema 0 have none until
-they are written again.
+they are written again; those of schema 1 have no features.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, StoreInUse,
 from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.private import open_private
 from npu_gr.features import named_actions
-from npu_gr.features.base import EVENT, IdempotencyKey, StoredHistory, key_bytes, pack, unpack
+from npu_gr.features.base import IdempotencyKey, StoredHistory, key_bytes, pack
 from npu_gr.features.checksum import check_row, damaged, row_sum
+from npu_gr.features.embedded_chunk import CHUNK, Chunk, events_of
+from npu_gr.features.event_features import dump_runs, join_runs, load_runs, pack_runs
 from npu_gr.features.merge import merge
 
-CHUNK = 256  # events
-SCHEMA = 1  # 0: rows without checksums, no keys
+SCHEMA = 2  # 0: rows without checksums, no keys; 1: events without features
 CLEANED = 8  # keys that an append looks at, and removes if they are too old
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS users (user BLOB PRIMARY KEY, first INTEGER, total INTEGER, sum INTEGER) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS chunks (user BLOB, chunk INTEGER, data BLOB, sum INTEGER, PRIMARY KEY (user, chunk))
-  WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS chunks (
+  user BLOB, chunk INTEGER, data BLOB, sum INTEGER, features BLOB, PRIMARY KEY (user, chunk)
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS keys (
   id INTEGER PRIMARY KEY, user BLOB, key BLOB, digest BLOB, num_events INTEGER, at INTEGER, sum INTEGER,
   UNIQUE (user, key)
@@ -93,8 +95,10 @@ def prepare(db: sqlite3.Connection) -> None:
         raise ConfigError(f"features.path: its schema is {version}, and this version reads up to {SCHEMA}")
     if version < SCHEMA:
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
-        for table in sorted(tables & {"users", "chunks"}):  # rows keep NULL until they are written again
-            db.execute(f"ALTER TABLE {table} ADD COLUMN sum INTEGER")
+        for table in sorted(tables & {"users", "chunks"}) if version < 1 else ():
+            db.execute(f"ALTER TABLE {table} ADD COLUMN sum INTEGER")  # NULL until the row is written again
+        if "chunks" in tables:
+            db.execute("ALTER TABLE chunks ADD COLUMN features BLOB")
         for statement in filter(str.strip, _TABLES.split(";")):
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {SCHEMA}")
@@ -126,16 +130,19 @@ def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) 
         StoreFailed: the rows to be changed are damaged.
     """
     first, total = _extent(db, key) or (0, 0)
-    data = pack(events)
     at = 0
     while at < len(events):
         chunk, filled = divmod(total + at, CHUNK)
         room = min(CHUNK - filled, len(events) - at)
-        part = data[at * EVENT.itemsize : (at + room) * EVENT.itemsize]
+        part = events[at : at + room]
+        data, runs = pack(part), pack_runs(part.features, room, filled)
         if filled:
-            part = _chunk(db, key, chunk, filled) + part
-        row = (key, chunk, part, row_sum(key, chunk, part))
-        db.execute("INSERT OR REPLACE INTO chunks (user, chunk, data, sum) VALUES (?, ?, ?, ?)", row)
+            older = _chunk(db, key, chunk, filled)
+            data, runs = older.data + data, join_runs(load_runs(older.features), runs)
+        row = Chunk.make(key, chunk, data, dump_runs(runs))
+        db.execute(
+            "INSERT OR REPLACE INTO chunks (user, chunk, data, features, sum) VALUES (?, ?, ?, ?, ?)", (key, *row)
+        )
         at += room
     total += len(events)
     oldest = max(0, total - max_events)
@@ -161,11 +168,11 @@ def merge_into(db: sqlite3.Connection, key: bytes, events: Events, max_events: i
     """Merge events into what is kept. Raises StoreFailed if that is damaged."""
     stored = read(db, key, max_events).events
     merged = merge(stored, events, max_events)
-    if not merged.num_added:
+    if not merged.changes:
         return Written(len(stored), 0)
     if merged.is_append:
         return Written(append(db, key, merged.events[-merged.num_added :], max_events), merged.num_added)
-    return Written(replace(db, key, merged.events, max_events), merged.num_added)
+    return Written(replace(db, key, merged.events, max_events), merged.num_added, merged.num_filled)
 
 
 def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
@@ -179,15 +186,16 @@ def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
         return StoredHistory(Events.empty(), 0)
     first, total = extent
     start = max(first, total - last)
-    rows = db.execute(
-        "SELECT chunk, data, sum FROM chunks WHERE user = ? AND chunk >= ? ORDER BY chunk", (key, start // CHUNK)
-    ).fetchall()
-    if [chunk for chunk, _, _ in rows] != list(range(start // CHUNK, -(-total // CHUNK))):
+    found = db.execute(
+        "SELECT chunk, data, features, sum FROM chunks WHERE user = ? AND chunk >= ? ORDER BY chunk",
+        (key, start // CHUNK),
+    )
+    rows = [Chunk(*row) for row in found]
+    if [row.chunk for row in rows] != list(range(start // CHUNK, -(-total // CHUNK))):
         raise damaged("a part is missing")
-    for chunk, data, found in rows:
-        check_chunk(key, chunk, data, found, min(CHUNK, total - chunk * CHUNK))
-    events = unpack(b"".join(data for _, data, _ in rows))
-    return StoredHistory(events[start % CHUNK :], start)
+    for row in rows:
+        row.check(key, min(CHUNK, total - row.chunk * CHUNK))
+    return StoredHistory(events_of(rows, start % CHUNK), start)
 
 
 def erase(db: sqlite3.Connection, key: bytes) -> None:
@@ -212,22 +220,13 @@ def check_extent(key: bytes, first: object, total: object, found: int | None) ->
     check_row(found, key, first, total)
 
 
-def check_chunk(key: bytes, chunk: int, data: object, found: int | None, num_events: int | None) -> None:
-    """Check a row of `chunks`; `num_events`: that it must have, None = unknown. Raises StoreFailed if damaged."""
-    if not isinstance(data, bytes) or len(data) % EVENT.itemsize:
-        raise damaged("a part is cut")
-    if num_events is not None and len(data) != num_events * EVENT.itemsize:
-        raise damaged(f"a part has {len(data) // EVENT.itemsize} events and should have {num_events}")
-    check_row(found, key, chunk, data)
-
-
-def _chunk(db: sqlite3.Connection, key: bytes, chunk: int, num_events: int) -> bytes:
-    row = db.execute("SELECT data, sum FROM chunks WHERE user = ? AND chunk = ?", (key, chunk)).fetchone()
+def _chunk(db: sqlite3.Connection, key: bytes, chunk: int, num_events: int) -> Chunk:
+    row = db.execute("SELECT data, features, sum FROM chunks WHERE user = ? AND chunk = ?", (key, chunk)).fetchone()
     if row is None:
         raise damaged("a part is missing")
-    data, found = row
-    check_chunk(key, chunk, data, found, num_events)
-    return bytes(data)
+    found = Chunk(chunk, *row)
+    found.check(key, num_events)
+    return found
 
 
 # ---- idempotency keys

@@ -30,6 +30,30 @@ REFUSED = "refused"  # the breaker is open
 LOG_EVERY_S = 1.0
 
 
+class CallLimits(Protocol):
+    """How many calls may be made, and when the breaker opens."""
+
+    @property
+    def max_calls(self) -> int:
+        """Calls at once."""
+        ...
+
+    @property
+    def max_queue(self) -> int:
+        """Calls that wait for their turn."""
+        ...
+
+    @property
+    def max_failures(self) -> int:
+        """In a row; then calls fail at once."""
+        ...
+
+    @property
+    def retry_s(self) -> float:
+        """Seconds between two tries then."""
+        ...
+
+
 class StoreObserver(Protocol):
     """Counts calls of a store."""
 
@@ -59,7 +83,13 @@ class Lane:
     """Calls of one sort: at most so many at once, so many that wait, each for so long. Event loop only."""
 
     def __init__(
-        self, name: str, config: HistoryConfig, limit_s: float, observer: StoreObserver, clock: Callable[[], float]
+        self,
+        name: str,
+        config: CallLimits,
+        limit_s: float,
+        observer: StoreObserver,
+        clock: Callable[[], float],
+        of: str = "the history store",
     ) -> None:
         """Let calls through.
 
@@ -69,8 +99,10 @@ class Lane:
             limit_s: of one call, the wait for its place included.
             observer: counts.
             clock: seconds that never go back.
+            of: what is called, in messages.
         """
         self._name = name
+        self._of = of
         self._limit_s = limit_s
         self._max_calls = config.max_calls
         self._max_queue = config.max_queue
@@ -143,8 +175,8 @@ class Lane:
     def _busy(self, call: _Call, text: str) -> StoreFailed:
         took_s = self._clock() - call.began_at
         self._observer.called(call.operation, StoreFault.BUSY, took_s)
-        self._log("the history store is busy: %s %s", self._name, text)
-        return StoreFailed(f"the history store is busy: {text}", StoreFault.BUSY)
+        self._log("%s is busy: %s %s", self._of, self._name, text)
+        return StoreFailed(f"{self._of} is busy: {text}", StoreFault.BUSY)
 
     async def _work(self, call: _Call, work: Callable[[], Awaitable[Any]], timer: asyncio.TimerHandle) -> None:
         """Make the call, report it if its limit is not over, and give the place back."""
@@ -153,7 +185,7 @@ class Lane:
         try:
             value = await work()
         except asyncio.CancelledError:  # the store is being closed
-            error = StoreFailed("the history store is closed")
+            error = StoreFailed(f"{self._of} is closed")
         except Exception as raised:  # noqa: BLE001  (passed on to the caller)
             error = raised
         finally:
@@ -173,7 +205,7 @@ class Lane:
             # the event loop was blocked, and read no answer meanwhile: that is not the store's fault
             asyncio.get_running_loop().call_later(min(late_s, self._limit_s), self._overdue, call, True)
             return
-        text = f"the history store did not answer within {self._limit_s * 1e3:.0f} ms"
+        text = f"{self._of} did not answer within {self._limit_s * 1e3:.0f} ms"
         error = StoreFailed(text, StoreFault.SLOW)
         self._report(call, error)
         if not call.answer.done():
@@ -192,12 +224,12 @@ class Lane:
             self._log("%s: %s", call.operation, error)
         if is_its_work or fault is StoreFault.CORRUPT:
             if self._breaker.succeeded(call.era):
-                log.warning("the history store works again: %s", self._name)
+                log.warning("%s works again: %s", self._of, self._name)
         else:
             self._cause = str(error)
             self._fault = fault
             if self._breaker.failed(call.era):
-                log.error("the history store fails: %s fail at once until it works again: %s", self._name, error)
+                log.error("%s fails: %s fail at once until it works again: %s", self._of, self._name, error)
 
     def _log(self, text: str, *values: object) -> None:
         """Log a failure, unless another one was logged in the last second."""

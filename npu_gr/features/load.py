@@ -13,6 +13,8 @@ from npu_gr.core.errors import DataError, NpuGrError, StoreFailed
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.core.names import value_name
 from npu_gr.core.words import cut
+from npu_gr.feature_schema.columns import Columns, as_columns
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.interactions import Interactions
 
 BATCH_USERS = 256
@@ -34,6 +36,7 @@ class Loaded:
     num_users: int = 0
     num_added: int = 0  # events
     num_known: int = 0  # events that were there, or are older than all that the store keeps of a full user
+    num_filled: int = 0  # of these, that gained features
     num_replaced: int = 0  # users whose history was put in the place of another
 
 
@@ -44,6 +47,7 @@ async def load_interactions(
     tenant: str = "",
     mode: Mode = Mode.MERGE,
     progress: Callable[[int], None] | None = None,
+    features: Sequence[Feature] = (),
 ) -> Loaded:
     """Write every user's events in time order. What ends in the middle is completed by a second load.
 
@@ -54,14 +58,17 @@ async def load_interactions(
         tenant: of all these users.
         mode: MERGE adds what the store lacks. REPLACE puts the log's events in the place of all that it has of a user.
         progress: called with the number of events of each batch that is written.
+        features: of the model; those of events are loaded where the log has them.
 
     Raises:
-        DataError: an action of the log is none of the model's; nothing was loaded.
+        DataError: an action of the log is none of the model's, or a feature has values that do not fit the model's;
+            nothing was loaded.
         StoreFailed: some users could not be written; all others of their batch were.
     """
     actions = _actions(interactions, action_names)
+    of_events = _of_events(interactions, features)
     loaded = Loaded()
-    for batch in _batches(interactions, actions, tenant, mode):
+    for batch in _batches(interactions, actions, of_events, tenant, mode):
         results = await store.write_many(batch)
         failures = [one for one in results if isinstance(one, NpuGrError)]
         if failures:
@@ -70,24 +77,30 @@ async def load_interactions(
                 f"{loaded.num_users} users before them are loaded: load again to complete it, nothing is doubled"
             )
         size = sum(len(one.events) for one in batch)
-        added = sum(one.num_added for one in results if isinstance(one, Written))
+        written = [one for one in results if isinstance(one, Written)]
+        added = sum(one.num_added for one in written)
         loaded.num_users += len(batch)
         loaded.num_added += added
         loaded.num_known += size - added
+        loaded.num_filled += sum(one.num_filled for one in written)
         loaded.num_replaced += len(batch) if mode is Mode.REPLACE else 0
         if progress is not None:
             progress(size)
     return loaded
 
 
-def _batches(interactions: Interactions, actions: I16, tenant: str, mode: Mode) -> Iterator[list[Write]]:
+def _batches(
+    interactions: Interactions, actions: I16, of_events: Columns, tenant: str, mode: Mode
+) -> Iterator[list[Write]]:
     order = np.argsort(interactions.users, kind="stable")
     users, starts = np.unique(interactions.users[order], return_index=True)
     ends = [*starts[1:].tolist(), len(order)]
     batch: list[Write] = []
     for user, start, end in zip(users.tolist(), starts.tolist(), ends, strict=True):
         part = order[start:end]
-        events = Events.make(interactions.items[part], actions[part], interactions.timestamps[part])
+        events = Events(
+            interactions.items[part], actions[part], interactions.timestamps[part], features=of_events.take(part)
+        )
         batch.append(Write(UserKey(tenant, interactions.user_names[user]), events, mode))
         if len(batch) == BATCH_USERS:
             yield batch
@@ -109,6 +122,22 @@ def _actions(interactions: Interactions, names: Sequence[str]) -> I16:
             f"the log has: {_listed(wanted)}"
         )
     return np.array([places[name] for name in wanted], np.int16)[codes]
+
+
+def features_loaded(interactions: Interactions, features: Sequence[Feature]) -> tuple[str, ...]:
+    """Name the features of events that the model reads and the log has."""
+    known = {one.name for one in features if one.of == "event"}
+    return tuple(column.name for column in interactions.columns if column.of == "event" and column.name in known)
+
+
+def _of_events(interactions: Interactions, features: Sequence[Feature]) -> Columns:
+    """Read the features of all events as the service would read them; what the model does not have is left out."""
+    known = {one.name: one for one in features if one.of == "event"}
+    given = {column.name: column.values for column in interactions.columns if column.of == "event"}
+    try:
+        return as_columns(known, {name: given[name] for name in known if name in given}, len(interactions))
+    except ValueError as error:
+        raise DataError(f"features of events: {error}") from error
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,11 +1,12 @@
-"""The history store on Redis or Valkey, for fleets: one string of packed events and one index a user.
+"""The history store on Redis (6.2 or newer) or Valkey, for fleets: one string of packed events and one index a user.
 
-    npu_gr:{user}:log     CHECKED records, the newest last
-    npu_gr:{user}:first   events given up before them
-    npu_gr:{user}:keys    idempotency key -> digest of its events, its answer, and a checksum of both
-    npu_gr:{user}:order   idempotency keys by their time
-    npu_gr:actions        names of the actions by number, see `named_actions`
-    npu_gr:{user}:events  records without checksums, of an older version: moved to `log` when they are first met
+    npu_gr:{user}:log       CHECKED records, the newest last
+    npu_gr:{user}:first     events given up before them
+    npu_gr:{user}:features  stream of their features, see `redis_features`; missing if no event ever had any
+    npu_gr:{user}:keys      idempotency key -> digest of its events, its answer, and a checksum of both
+    npu_gr:{user}:order     idempotency keys by their time
+    npu_gr:actions          names of the actions by number, see `named_actions`
+    npu_gr:{user}:events    records without checksums, of an older version: moved to `log` when they are first met
 
 An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge reads, and writes
 unless somebody else wrote meanwhile. Durability is the server's
@@ -17,15 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.features import named_actions
+from npu_gr.features import redis_scripts as scripts
 from npu_gr.features.base import (
     EVENT,
     HistoryConfig,
@@ -37,7 +39,9 @@ from npu_gr.features.base import (
     unpack,
 )
 from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_checked
+from npu_gr.features.event_features import check_size
 from npu_gr.features.merge import merge
+from npu_gr.features.redis_features import RunGroup, pack_entries, unpack_groups
 from npu_gr.features.redis_tls import is_in_clear, tls_options, tls_trouble
 
 if TYPE_CHECKING:
@@ -47,79 +51,7 @@ log = logging.getLogger(__name__)
 
 _HOW = "redis://, rediss:// or unix://, and what a password has of / ? # @ : percent-encoded"
 _ACTIONS = "npu_gr:actions"
-_OLD = -1  # records of an older version are there: move them, then ask again
-_OTHER = -2  # the idempotency key came with other events
-_BAD = -3  # the idempotency key's entry is damaged
-_CUT = -4  # the records are: their bytes are not whole ones, and what was appended would be read across them
-_CHANGED = -5  # somebody else wrote meanwhile: read again
 _ALL = 2**53  # bytes: more than a value has
-
-# KEYS: log, first, keys, order, events. ARGV: data, limit and size of a record in bytes,
-# then, with an idempotency key: the key, the digest of its events, seconds to keep it, most keys of a user.
-_APPEND = """
-local log, first, keys, order = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
-local limit, record = tonumber(ARGV[2]), tonumber(ARGV[3])
-if redis.call('STRLEN', log) % record ~= 0 then return -4 end
-local key, digest, now, keep = ARGV[4], ARGV[5], 0, 0
-if key then
-  local time = redis.call('TIME')
-  now = time[1] * 1e6 + time[2]  -- microseconds, so that keys have an order
-  keep = ARGV[6] * 1e6
-  local known = redis.call('HGET', keys, key)
-  local at = tonumber(redis.call('ZSCORE', order, key) or 0)
-  if known and at + keep > now then
-    if redis.sha1hex(key .. string.sub(known, 41)) ~= string.sub(known, 1, 40) then return -3 end
-    if string.sub(known, 41, 40 + #digest) ~= digest then return -2 end
-    return {tonumber(string.sub(known, 41 + #digest)), 0}
-  end
-end
-local size = redis.call('APPEND', log, ARGV[1])
-if size >= 2 * limit then  -- rewritten once in `limit` bytes: amortised, an append costs what it appends
-  redis.call('SET', log, redis.call('GETRANGE', log, size - limit, -1))
-  redis.call('INCRBY', first, (size - limit) / record)
-  size = limit
-end
-local kept = math.floor(math.min(size, limit) / record)
-if key then
-  local answer = digest .. string.format('%d', kept)
-  redis.call('HSET', keys, key, redis.sha1hex(key .. answer) .. answer)
-  redis.call('ZADD', order, string.format('%.0f', now), key)
-  local old = redis.call('ZRANGEBYSCORE', order, '-inf', string.format('%.0f', now - keep), 'LIMIT', 0, 8)
-  if redis.call('ZCARD', order) > tonumber(ARGV[7]) then table.insert(old, redis.call('ZRANGE', order, 0, 0)[1]) end
-  for _, one in ipairs(old) do
-    redis.call('HDEL', keys, one)
-    redis.call('ZREM', order, one)
-  end
-  redis.call('EXPIRE', keys, ARGV[6])
-  redis.call('EXPIRE', order, ARGV[6])
-end
-return {kept, 1}
-"""
-_READ = """
-if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
-local size, want = redis.call('STRLEN', KEYS[1]), tonumber(ARGV[1])
-local from = math.max(0, size - want)
-return {tonumber(redis.call('GET', KEYS[2]) or 0) + from / ARGV[2], redis.call('GETRANGE', KEYS[1], from, -1)}
-"""
-# ARGV: new records, events given up before them, and the SHA-1 of the records that they replace ("" = any)
-_PUT = """
-if ARGV[3] ~= '' then
-  if redis.call('EXISTS', KEYS[5]) == 1 then return -1 end
-  if redis.sha1hex(redis.call('GET', KEYS[1]) or '') ~= ARGV[3] then return -5 end
-end
-redis.call('SET', KEYS[1], ARGV[1])
-redis.call('SET', KEYS[2], ARGV[2])
-redis.call('DEL', KEYS[5])
-return 1
-"""
-# ARGV: the same records with checksums, and how many bytes they were without
-_MOVE = """
-if redis.call('STRLEN', KEYS[5]) ~= tonumber(ARGV[2]) then return 0 end
-redis.call('APPEND', KEYS[1], ARGV[1])
-redis.call('DEL', KEYS[5])
-return 1
-"""
 
 
 class RedisStore:
@@ -129,10 +61,10 @@ class RedisStore:
         self._client = client
         self._config = config
         self._max_events = config.max_events_per_user
-        self._append = client.register_script(_APPEND)
-        self._read = client.register_script(_READ)
-        self._put = client.register_script(_PUT)
-        self._move = client.register_script(_MOVE)
+        self._append = client.register_script(scripts.APPEND)
+        self._read = client.register_script(scripts.READ)
+        self._put = client.register_script(scripts.PUT)
+        self._move = client.register_script(scripts.MOVE)
         self._name = client.register_script(named_actions.WRITE)
         self.health = StoreHealth()
 
@@ -195,12 +127,13 @@ class RedisStore:
         return checked(results[place] for place in range(len(batch)))
 
     async def _write(self, one: Write) -> Written:
+        check_size(one.events, self._config.max_feature_bytes_per_event)
         match one.mode:
             case Mode.APPEND:
                 return await self._append_once(one)
             case Mode.REPLACE:
                 events = one.events[-self._max_events :]
-                await self._run(self._put(_keys(one.user), [pack_checked(key_bytes(one.user), events), 0, ""]))
+                await self._run(self._put(_keys(one.user), _put_arguments(one.user, events, 0, "")))
                 return Written(len(events), len(events))
             case Mode.MERGE:
                 while (written := await self._merge(one)) is None:
@@ -208,48 +141,57 @@ class RedisStore:
                 return written
 
     async def _append_once(self, one: Write) -> Written:
-        data = pack_checked(key_bytes(one.user), one.events)
-        arguments: list[Any] = [data, self._max_events * CHECKED.itemsize, CHECKED.itemsize]
+        key = key_bytes(one.user)
+        data = pack_checked(key, one.events)
+        arguments: list[Any] = [data, self._max_events * CHECKED.itemsize, CHECKED.itemsize, b"", b"", 0, 0]
         if one.key is not None:
             made = IdempotencyKey.make(one.key, one.events)
             keep_s = max(1, round(self._config.idempotency_s))
-            arguments += [made.key, made.events, keep_s, self._config.max_idempotency_keys]
-        while (done := await self._run(self._append(_keys(one.user), arguments))) == _OLD:
+            arguments[3:] = [made.key, made.events, keep_s, self._config.max_idempotency_keys]
+        for entry in pack_entries(key, one.events, data):
+            arguments += entry
+        while (done := await self._run(self._append(_keys(one.user), arguments))) == scripts.OLD:
             await self._move_old(one.user)
-        if done == _OTHER:
+        if done == scripts.OTHER:
             raise Unprocessable("idempotency_key: it was used for other events")
-        if done == _BAD:
+        if done == scripts.BAD:
             raise damaged("a checksum is wrong")
-        if done == _CUT:
+        if done == scripts.CUT:
             raise damaged("its bytes are not whole records")
+        if done == scripts.STRAY:
+            raise damaged("it has features of events that are not there")
         kept, is_new = done
         return Written(int(kept), len(one.events) if is_new else 0)
 
     async def _merge(self, one: Write) -> Written | None:
         """Merge events into what is there; None = somebody else wrote meanwhile, and nothing was done."""
-        keys = _keys(one.user)
-        while (answer := await self._run(self._read(keys, [_ALL, CHECKED.itemsize]))) == _OLD:
-            await self._move_old(one.user)
-        first, data = int(answer[0]), answer[1]
-        all_stored = unpack_checked(key_bytes(one.user), data)
+        first, all_stored, state = await self._read_state(one.user, _ALL, "1")
         stored = all_stored[-self._max_events :]
         merged = merge(stored, one.events, self._max_events)
-        if not merged.num_added:
+        if not merged.changes:
             return Written(len(stored), 0)
         # a history that is written anew counts from 0
         given_up = first + len(all_stored) + merged.num_added - len(merged.events) if merged.is_append else 0
-        digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
-        records = pack_checked(key_bytes(one.user), merged.events)
-        if await self._run(self._put(keys, [records, given_up, digest])) in (_CHANGED, _OLD):
+        arguments = _put_arguments(one.user, merged.events, given_up, state)
+        if await self._run(self._put(_keys(one.user), arguments)) in (scripts.CHANGED, scripts.OLD):
             return None
-        return Written(len(merged.events), merged.num_added)
+        return Written(len(merged.events), merged.num_added, merged.num_filled)
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
-        want = min(last, self._max_events) * CHECKED.itemsize
-        while (answer := await self._run(self._read(_keys(user), [want, CHECKED.itemsize]))) == _OLD:
+        first, events, _ = await self._read_state(user, min(last, self._max_events) * CHECKED.itemsize, "")
+        return StoredHistory(events, first)
+
+    async def _read_state(self, user: UserKey, num_bytes: int, with_state: str) -> tuple[int, Events, str]:
+        """Read the newest events, the index of the first of them, and the state of all."""
+        keys, key = _keys(user), key_bytes(user)
+        while (answer := await self._run(self._read(keys, [num_bytes, CHECKED.itemsize, with_state]))) == scripts.OLD:
             await self._move_old(user)
-        first, data = answer
-        return StoredHistory(unpack_checked(key_bytes(user), data), int(first))
+        first, data, groups, state = answer
+        events = unpack_checked(key, data)
+        if groups:
+            features = unpack_groups(key, [RunGroup(*group) for group in groups], int(first), data)
+            events = replace(events, features=features)
+        return int(first), events, state.decode()
 
     async def actions(self) -> tuple[str, ...]:
         return _texts(await self._run(self._client.lrange(_ACTIONS, 0, -1)))
@@ -307,4 +249,13 @@ def _texts(raw: list[bytes]) -> tuple[str, ...]:
 def _keys(user: UserKey) -> list[str]:
     name = base64.urlsafe_b64encode(key_bytes(user)).decode()
     # one hash slot for all
-    return [f"npu_gr:{{{name}}}:{part}" for part in ("log", "first", "keys", "order", "events")]
+    return [f"npu_gr:{{{name}}}:{part}" for part in ("log", "first", "keys", "order", "features", "events")]
+
+
+def _put_arguments(user: UserKey, events: Events, given_up: int, state: str) -> list[Any]:
+    key = key_bytes(user)
+    data = pack_checked(key, events)
+    arguments: list[Any] = [data, given_up, state]
+    for end, layout, rows in pack_entries(key, events, data):
+        arguments += (given_up + end, layout, rows)
+    return arguments

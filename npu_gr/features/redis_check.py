@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import base64
 import binascii
+from typing import TYPE_CHECKING
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.features.base import EVENT, RedisTlsConfig
 from npu_gr.features.checksum import CHECKED, count_bad
 from npu_gr.features.damage import Found
+from npu_gr.features.redis_features import RunGroup, count_bad_rows
+from npu_gr.features.redis_scripts import FEATURES
 from npu_gr.features.redis_tls import tls_options
 
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
 _READ_BYTES = 1 << 20  # at once, so that a long history does not hold the server up
+_RUNS = 256  # of features at once
 
 
 async def check_redis(url: str, tls: RedisTlsConfig | None = None) -> Found:
@@ -43,7 +50,8 @@ async def check_redis(url: str, tls: RedisTlsConfig | None = None) -> Found:
                     assert isinstance(data, bytes)  # the client decodes nothing
                     bad += count_bad(key, data)
                     num += len(data)
-                found.num_events += num // CHECKED.itemsize - bad
+                bad += await _count_bad_features(client, name, key)
+                found.num_events += max(0, num // CHECKED.itemsize - bad)
                 if bad:
                     found.bad_users.add(key)
                 else:
@@ -55,6 +63,17 @@ async def check_redis(url: str, tls: RedisTlsConfig | None = None) -> Found:
     except (RedisError, OSError, ValueError) as error:
         raise ConfigError(f"{type(error).__name__}: no answer from Redis") from error
     return found
+
+
+async def _count_bad_features(client: Redis, name: bytes, key: bytes) -> int:
+    """Read the features of a user piece by piece, each with the records of its events."""
+    names = [name.removesuffix(b"log") + part for part in (b"log", b"first", b"features")]
+    bad, after = 0, b"0"
+    while answer := await client.eval(FEATURES, 3, *names, after, _RUNS, CHECKED.itemsize):
+        after, first, records, runs = answer
+        groups = [RunGroup(layout, end, str(len(rows)).encode(), rows) for end, layout, rows in runs]
+        bad += count_bad_rows(key, groups, int(first), records)
+    return bad
 
 
 def _whole(num_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,15 +19,18 @@ from npu_gr.core.history import (
     HistoryRef,
     HistorySource,
     Mode,
+    UserFeaturesOrigin,
     UserKey,
     Write,
     Written,
 )
 from npu_gr.core.time_order import OnUnsorted, oldest_first
 from npu_gr.feature_schema.columns import OneRow
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import KnownHistory, PrefixHistoryCache
+from npu_gr.features.user_features import UserFeatures
 from npu_gr.metrics.registry import Metrics
 
 
@@ -39,10 +43,16 @@ class UserHistory:
     newest: KnownHistory  # as many as the models in service read: all that a delta needs to be continued
     fingerprint: str  # of the newest; equal histories have equal ones, whatever way they came
     user_features: OneRow | None = None
+    features_origin: UserFeaturesOrigin | None = None  # of the user's features, where they were asked for
 
     @classmethod
     def of(
-        cls, events: Events, first_index: int, window_events: int, user_features: OneRow | None = None
+        cls,
+        events: Events,
+        first_index: int,
+        window_events: int,
+        user_features: OneRow | None = None,
+        features_origin: UserFeaturesOrigin | None = None,
     ) -> UserHistory:
         """Name a history by its newest events.
 
@@ -51,14 +61,17 @@ class UserHistory:
             first_index: of the first of them in the user's whole history.
             window_events: the newest ones that the models in service have room for.
             user_features: which are a part of the prefix.
+            features_origin: where they came from, if no request brought them. A delta on this history asks again for
+                those whose source failed.
         """
         beyond = max(0, len(events) - window_events)
-        newest = KnownHistory(events[beyond:], first_index + beyond, user_features or None)
+        is_degraded = features_origin is not None and features_origin.fault is not None
+        newest = KnownHistory(events[beyond:], first_index + beyond, None if is_degraded else user_features)
         fingerprint = newest.events.fingerprint(newest.first_index)
         if user_features:
             of_user = msgspec.msgpack.encode(sorted(user_features.items()))
             fingerprint = xxhash.xxh3_128_hexdigest(fingerprint.encode() + of_user)
-        return cls(events, first_index, newest, fingerprint, newest.user_features)
+        return cls(events, first_index, newest, fingerprint, user_features, features_origin)
 
 
 class Histories:
@@ -73,6 +86,7 @@ class Histories:
         metrics: Metrics,
         action_names: Callable[[], Sequence[str]] = tuple,
         on_unsorted: Callable[[], OnUnsorted] = lambda: "refuse",
+        of_users: UserFeatures | None = None,
     ) -> None:
         """Read nothing yet.
 
@@ -84,6 +98,7 @@ class Histories:
             metrics: where degraded reads are counted.
             action_names: of the ranker in service; none = nobody says what the numbers of actions mean.
             on_unsorted: what becomes of a delta that begins before its base ends.
+            of_users: features of users that requests do not bring; None = they are missing.
         """
         self.store = store
         self.cache = cache
@@ -92,6 +107,7 @@ class Histories:
         self._metrics = metrics
         self._action_names = action_names
         self._on_unsorted = on_unsorted
+        self._of_users = of_users
         self._num_named = 0  # actions that the store is known to have under our names
         self._num_erasures = 0  # begun or ended
 
@@ -106,14 +122,16 @@ class Histories:
         ref: HistoryRef,
         window_events: int,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        reads: Mapping[str, Feature] | None = None,
     ) -> UserHistory:
-        """Read the behaviours that a request names.
+        """Read the behaviours that a request names, and the user's features where neither it nor its base has any.
 
         Args:
             user: whose they are.
             ref: where they are.
             window_events: the newest ones that the models in service have room for.
-            while_waiting: entered while the store is read.
+            while_waiting: entered while the store is read, and features are fetched.
+            reads: features of users that the model reads; None = they do not matter.
 
         Raises:
             UnknownPrefix: a delta continues a prefix that is not known here.
@@ -121,25 +139,39 @@ class Histories:
             BadRequest: the request brings no history, and there is no store.
             StoreFailed: the store failed, and the configuration has nothing to put in its place.
         """
-        if ref.base is not None:
-            base = self.cache.find(user, ref.base)
-            if base is None:
-                raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
-            of_user = base.user_features if ref.user_features is None else ref.user_features
-            if ref.events is None:
-                return UserHistory.of(base.events, base.first_index, window_events, of_user)
-            events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
-            return UserHistory.of(events, base.first_index, window_events, of_user)
-        if ref.events is not None:
-            return UserHistory.of(ref.events, 0, window_events, ref.user_features)
+        base = None if ref.base is None else self.cache.find(user, ref.base)
+        if ref.base is not None and base is None:
+            raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
+        given = base.user_features if base is not None and ref.user_features is None else ref.user_features
+        known = self._brought(ref, base)
+        found = fetching = None
+        if given is None and reads and self._of_users is not None:
+            found = self._of_users.remembered(user, reads)
+            if found is None:
+                fetching = asyncio.ensure_future(self._of_users.fetch(user, reads))  # while the store is read
+        if known is None or fetching is not None:
+            with while_waiting():
+                known = await self._stored(user, window_events) if known is None else known
+                found = found if fetching is None else await fetching
+        values, origin = (given, None) if found is None else found
+        return UserHistory.of(known.events, known.first_index, window_events, values, origin)
+
+    def _brought(self, ref: HistoryRef, base: KnownHistory | None) -> StoredHistory | None:
+        """Find the behaviours that a request brings or that its base remembers; None = the store has them."""
+        if base is None:
+            return None if ref.events is None else StoredHistory(ref.events, 0)
+        if ref.events is None:
+            return StoredHistory(base.events, base.first_index)
+        events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
+        return StoredHistory(events, base.first_index)
+
+    async def _stored(self, user: UserKey, window_events: int) -> StoredHistory:
         if self.store is None:
             raise BadRequest("history: missing, and this instance has no history store")
         try:
-            with while_waiting():
-                stored = await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
+            return await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
         except StoreFailed as error:
-            stored = self._degraded(user, error, self._on_failure)
-        return UserHistory.of(stored.events, stored.first_index, window_events, ref.user_features)
+            return self._degraded(user, error, self._on_failure)
 
     async def read_items(self, user: UserKey, ref: HistoryRef, max_events: int) -> I64:
         """Read the items of a history for a job that can do without one: what cannot be read is empty.
@@ -184,7 +216,7 @@ class Histories:
         As they came: what the model in service lacks or cuts counts in the window of every later request, so that a
         delta reads what the whole history reads.
         """
-        if ref.events is not None or (ref.base is not None and ref.user_features is not None):
+        if ref.events is not None or (ref.base is not None and ref.base != history.fingerprint):
             self.cache.remember(user, history.fingerprint, history.newest)
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
@@ -199,7 +231,7 @@ class Histories:
             How many the store now holds for the user.
 
         Raises:
-            Unprocessable: there is no store, or the key was used for other events.
+            Unprocessable: there is no store, the key was used for other events, or their features take too many bytes.
             Unavailable: the store was filled with other actions.
             StoreFailed: the store failed, or did not answer in time; then the events may be stored, or will be.
         """
@@ -224,7 +256,7 @@ class Histories:
         try:
             results = await self.store.write_many(batch)
             pairs = zip(batch, results, strict=True)
-            changed &= {one.user for one, done in pairs if isinstance(done, Written) and done.num_added}
+            changed &= {one.user for one, done in pairs if isinstance(done, Written) and done.changes}
             return results
         finally:
             for user in changed:  # what is remembered of them may have been replaced
@@ -245,8 +277,8 @@ class Histories:
         self._num_named = len(names)
 
     def knows(self, user: UserKey) -> bool:
-        """Whether this process remembers behaviours of the user. The store is not asked."""
-        return self.cache.knows(user)
+        """Whether this process remembers behaviours or features of the user. The store is not asked."""
+        return self.cache.knows(user) or (self._of_users is not None and self._of_users.knows(user))
 
     async def erase(self, user: UserKey) -> bool:
         """Forget the user's behaviours, here and in the store.
@@ -268,3 +300,5 @@ class Histories:
     def _forget(self, user: UserKey) -> None:
         self._num_erasures += 1
         self.cache.forget(user)
+        if self._of_users is not None:
+            self._of_users.forget(user)

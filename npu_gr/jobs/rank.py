@@ -33,8 +33,9 @@ class RankJob:
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
         with ranking.use:
+            reads = ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.outside
+                request.user, request.history, self._versions.max_events, call.slot.outside, reads
             )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)

@@ -141,6 +141,8 @@ class Ranking:
             features=self.features,
             user_features=history.user_features,
         )
+        if history.features_origin is not None:
+            tokens = replace(tokens, report=replace(tokens.report, user_features=history.features_origin))
         self._metrics.rank.history_read(tokens.report)
         return tokens
 

@@ -122,8 +122,9 @@ class RecommendJob:
         """Read the history once, run the cascade, and keep the ranker in use meanwhile."""
         ranking = self._versions.ranker(request.model_version)
         with ranking.use:
+            reads = ranking.features.user.features
             history = await self._histories.read(
-                request.user, request.history, self._versions.max_events, call.slot.outside
+                request.user, request.history, self._versions.max_events, call.slot.outside, reads
             )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)

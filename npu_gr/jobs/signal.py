@@ -43,7 +43,10 @@ class SignalJob:
             for model in (ranking, generation):
                 if model is not None:
                     used.enter_context(model.use)
-            history = await self._histories.read(request.user, request.history, versions.max_events, call.slot.outside)
+            reads = None if ranking is None else ranking.features.user.features
+            history = await self._histories.read(
+                request.user, request.history, versions.max_events, call.slot.outside, reads
+            )
             read_at = time.monotonic()
             if ranking is not None:
                 tokens = ranking.tokenize(history)

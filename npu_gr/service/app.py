@@ -27,7 +27,9 @@ from npu_gr.features.base import HistoryStore
 from npu_gr.features.guarded import GuardedStore
 from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
+from npu_gr.features.source import open_source
 from npu_gr.features.store import open_store
+from npu_gr.features.user_features import UserFeatures
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.versions import Versions
@@ -109,10 +111,16 @@ async def opened(
             stack.push_async_callback(store.close)
             await check_store(opened, versions, config)
             metrics.store.observe(store)
+        of_users = None
+        if config.features.source is not None:
+            source = await asyncio.to_thread(open_source, config.features.source)
+            of_users = UserFeatures(source, config.features.source, metrics.source)
+            stack.push_async_callback(of_users.close)
+            metrics.source.observe(of_users.lane)
         shared = Shared(
             settings=settings,
             versions=versions,
-            histories=_histories(settings, store, versions, metrics),
+            histories=_histories(settings, store, of_users, versions, metrics),
             vectors=None if config.match is None else ServedVectors(config.match, backend),
             scheduler=scheduler,
             metrics=metrics,
@@ -251,7 +259,9 @@ async def check_store(store: HistoryStore, versions: Versions, config: Config) -
         )
 
 
-def _histories(settings: InForce, store: HistoryStore | None, versions: Versions, metrics: Metrics) -> Histories:
+def _histories(
+    settings: InForce, store: HistoryStore | None, of_users: UserFeatures | None, versions: Versions, metrics: Metrics
+) -> Histories:
     config = settings.config
     cache = PrefixHistoryCache(config.service.known_prefix_bytes)
     cache.resize(config.service.known_prefix_bytes, config.admission.tenant_weights)
@@ -263,6 +273,7 @@ def _histories(settings: InForce, store: HistoryStore | None, versions: Versions
         metrics,
         lambda: () if versions.rankers is None else versions.rankers.current.model.actions,
         lambda: settings.config.service.unsorted_history,
+        of_users,
     )
 
 

@@ -20,8 +20,9 @@ from yarl import URL
 
 from npu_gr.access.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreInUse, Unavailable, Unprocessable
-from npu_gr.core.history import Mode, Write, Written
+from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.words import cut
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.load import WritesMany
 from npu_gr.features.named_actions import difference
 from npu_gr.features.store import open_store
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 EVENT_BYTES = 18  # of a raw event
 USER_BYTES = 700  # of a user beside them, at most: an id, a key, and the names of the fields
-PIECE_EVENTS = 8192  # of one user in a call
+PIECE_BYTES = 8192 * EVENT_BYTES  # of one user in a call
 BUDGET_MS = 30_000  # that a call may take
 TRIES_FIRST_S, TRIES_MOST_S = 0.1, 5.0  # between two tries where the answer does not say
 _LATER = (408, 429, 503, 504)  # statuses that end by waiting
@@ -44,19 +45,22 @@ _TAKEN = (408, 429)  # of these nothing was begun
 _NOT_OURS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # of reading what we would not have written
 
 
-class _Model(msgspec.Struct, frozen=True):
-    actions: tuple[str, ...]
+class EventModel(msgspec.Struct, frozen=True):
+    """What a ranker reads of events."""
+
+    actions: tuple[str, ...]  # names: the place of a name is the action
+    features: tuple[Feature, ...] = ()
 
 
 class _Models(msgspec.Struct, frozen=True):
-    models: tuple[_Model, ...]
+    models: tuple[EventModel, ...]
 
 
 class Target(NamedTuple):
     """Where events are written."""
 
     store: WritesMany
-    action_names: tuple[str, ...]  # of the model: the place of a name is the action
+    model: EventModel
     about: str  # for people
 
 
@@ -80,8 +84,8 @@ class ServiceWriter:
         self._url = url.rstrip("/")
         self._patience_s = patience_s
 
-    async def action_names(self) -> tuple[str, ...]:
-        """Ask once which actions the ranker has; none = it does not rank.
+    async def model(self) -> EventModel:
+        """Ask once which actions and features the ranker has; none = it does not rank.
 
         Raises:
             ConfigError: the address is not one of ours, or does not let us in. Unavailable: nobody answers there.
@@ -91,7 +95,7 @@ class ServiceWriter:
             models = msgspec.json.decode(body, type=_Models).models
         except _NOT_OURS as error:
             raise ConfigError(f"{self._url}: no service of npu_gr answers there: {cut(str(error), 200)}") from error
-        return models[0].actions if models else ()
+        return models[0] if models else EventModel(())
 
     async def write_many(self, batch: list[Write]) -> Sequence[Written | NpuGrError]:
         """Write behaviours of users of one tenant. What is called again because of a failure adds nothing twice.
@@ -105,21 +109,15 @@ class ServiceWriter:
             for place, done in zip(places, await self._write(writes), strict=True):
                 before = results[place]
                 if isinstance(before, Written):
-                    added = before.num_added
-                    results[place] = done._replace(num_added=done.num_added + added) if is_ok(done) else done
+                    results[place] = done
+                    if isinstance(done, Written):
+                        added, filled = before.num_added + done.num_added, before.num_filled + done.num_filled
+                        results[place] = Written(done.num_events, added, filled)
         return results
 
-    async def _write(self, writes: list[Write]) -> list[Any]:
+    async def _write(self, writes: list[Write]) -> list[Written | NpuGrError]:
         users = [
-            UserEvents(
-                user_id=one.user.user,
-                events=History(
-                    items=one.events.items.astype("<i8").tobytes(),
-                    actions=one.events.actions.astype("<i2").tobytes(),
-                    timestamps=one.events.timestamps.astype("<i8").tobytes(),
-                ),
-                idempotency_key=one.key,
-            )
+            UserEvents(user_id=one.user.user, events=_on_the_wire(one.events), idempotency_key=one.key)
             for one in writes
         ]
         first = writes[0]
@@ -170,11 +168,6 @@ class ServiceWriter:
             pause_s = min(2 * pause_s, TRIES_MOST_S)
 
 
-def is_ok(result: Written | NpuGrError) -> bool:
-    """Whether a write was done."""
-    return isinstance(result, Written)
-
-
 @asynccontextmanager
 async def open_target(
     config: Config | None,
@@ -205,10 +198,10 @@ async def open_target(
             if store is None:
                 raise ConfigError("features.kind is none: there is no store to write into; name a service with --url")
             try:
-                names = _actions_of(config)
-                if told := difference(await store.name_actions(names), names):
+                model = _model_of(config)
+                if told := difference(await store.name_actions(model.actions), model.actions):
                     raise ConfigError(f"features: the history store was filled with other actions: {told}")
-                yield Target(store, names, f"the {config.features.kind} store")
+                yield Target(store, model, f"the {config.features.kind} store")
             finally:
                 await store.close()
             return
@@ -216,7 +209,7 @@ async def open_target(
     timeout = aiohttp.ClientTimeout(total=BUDGET_MS / 1e3 + 5, sock_connect=5.0)
     async with aiohttp.ClientSession(headers=calling_headers(api_key), connector=connector, timeout=timeout) as http:
         writer = ServiceWriter(http, url, patience_s)
-        yield Target(writer, await writer.action_names(), url)
+        yield Target(writer, await writer.model(), url)
 
 
 def url_of(server: ServerConfig) -> str:
@@ -225,12 +218,23 @@ def url_of(server: ServerConfig) -> str:
     return str(URL.build(scheme="http" if server.tls is None else "https", host=host, port=server.port)).rstrip("/")
 
 
-def _actions_of(config: Config) -> tuple[str, ...]:
+def _model_of(config: Config) -> EventModel:
     from npu_gr.model.weights import load
 
     if config.checkpoint is None:
         raise ConfigError("checkpoint: the configuration names none, so the actions have no names")
-    return load(Path(config.checkpoint)).action_names
+    checkpoint = load(Path(config.checkpoint))
+    return EventModel(checkpoint.action_names, checkpoint.model.config.features)
+
+
+def _on_the_wire(events: Events) -> History:
+    of_events = {name: column.astype(column.dtype.newbyteorder("<")) for name, column in events.features.given.items()}
+    return History(
+        items=events.items.astype("<i8").tobytes(),
+        actions=events.actions.astype("<i2").tobytes(),
+        timestamps=events.timestamps.astype("<i8").tobytes(),
+        features={name: column.tobytes() for name, column in of_events.items()} or msgspec.UNSET,
+    )
 
 
 def _calls(batch: list[Write]) -> Iterator[tuple[list[int], list[Write]]]:
@@ -241,7 +245,7 @@ def _calls(batch: list[Write]) -> Iterator[tuple[list[int], list[Write]]]:
     room = most
     for place, one in enumerate(batch):
         for piece in _pieces(one):
-            size = USER_BYTES + EVENT_BYTES * len(piece.events)
+            size = USER_BYTES + _feature_names_bytes(piece.events) + _event_bytes(piece.events) * len(piece.events)
             if writes and (size > room or len(writes) == MOST_USERS or piece.mode is not writes[-1].mode):
                 yield places, writes
                 places, writes = [], []
@@ -253,15 +257,24 @@ def _calls(batch: list[Write]) -> Iterator[tuple[list[int], list[Write]]]:
         yield places, writes
 
 
+def _event_bytes(events: Events) -> int:
+    """Count the bytes of a raw event."""
+    return EVENT_BYTES + sum(column[:1].nbytes for column in events.features.given.values())
+
+
+def _feature_names_bytes(events: Events) -> int:
+    return sum(len(name.encode()) + 8 for name in events.features.given)
+
+
 def _pieces(one: Write) -> Iterator[Write]:
     """Cut a long history where its time goes on, so that a merge of each part adds what a merge of all would.
 
     Of a replacement the first part takes the place of what is there, and the others are merged into it.
     """
     events, start = one.events, 0
-    is_short = len(events) <= PIECE_EVENTS or one.mode is Mode.APPEND
-    while not is_short and len(events) - start > PIECE_EVENTS:
-        changes = np.flatnonzero(np.diff(events.timestamps[start : start + PIECE_EVENTS + 1])) + 1
+    most = max(1, PIECE_BYTES // _event_bytes(events))
+    while one.mode is not Mode.APPEND and len(events) - start > most:
+        changes = np.flatnonzero(np.diff(events.timestamps[start : start + most + 1])) + 1
         if not len(changes):
             break
         end = start + int(changes[-1])
@@ -274,7 +287,7 @@ def _result(one: UserWritten) -> Written | NpuGrError:
     if one.error is not None:
         kind = StoreFailed if one.error.status >= 500 else Unprocessable
         return kind(one.error.detail)
-    return Written(one.num_events or 0, one.num_added)
+    return Written(one.num_events or 0, one.num_added, one.num_filled)
 
 
 def _refused(url: str, status: int, data: bytes) -> NpuGrError:

@@ -142,10 +142,12 @@ def test_rows_that_do_not_fit_are_found(path: Path, change: str) -> None:
 def test_another_users_rows_are_not_his(path: Path) -> None:
     """A page that comes back in the place of another one has rows with good checksums, of other users."""
     with sql(path) as db:
-        rows = db.execute("SELECT chunk, data, sum FROM chunks WHERE user = ?", (key_bytes(user(3)),)).fetchall()
+        rows = db.execute(
+            "SELECT chunk, data, sum, features FROM chunks WHERE user = ?", (key_bytes(user(3)),)
+        ).fetchall()
         db.execute("DELETE FROM chunks WHERE user = ?", (key_bytes(user(4)),))
         for row in rows:
-            db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", (key_bytes(user(4)), *row))
+            db.execute("INSERT INTO chunks VALUES (?, ?, ?, ?, ?)", (key_bytes(user(4)), *row))
     assert outcomes(path)[1] == [4]
 
 

@@ -20,10 +20,13 @@ from npu_gr.core.request import (
     RankRequest,
     SignalRequest,
 )
+from npu_gr.feature_schema.columns import as_columns
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.service.service import Service
+from tests.features_of import random_features, values
 from tests.models import tiny_model
 from tests.server.test_generate_over_http import section
-from tests.serving import FIRST_ID, serving
+from tests.serving import FIRST_ID, serving, write_checkpoint
 
 WINDOW, STEP = 64, 16
 BUDGET_S = 20.0
@@ -32,13 +35,16 @@ NUM_ITEMS = tiny_model().config.num_items
 SECTIONS: dict[str, Any] = {"service": {"max_history_tokens": WINDOW, "cut_step_tokens": STEP}}
 
 
-def history(num_events: int, unknown_ratio: float, random: np.random.Generator) -> Events:
+def history(
+    num_events: int, unknown_ratio: float, random: np.random.Generator, features: tuple[Feature, ...] = ()
+) -> Events:
     """Events of which a share is of items that the model lacks, times that may be equal."""
     items = random.integers(0, NUM_ITEMS, num_events) + FIRST_ID
     items[random.random(num_events) < unknown_ratio] += 1_000_000
-    return Events.make(
-        items, random.integers(0, 3, num_events), 1_700_000_000 + random.integers(0, 99, num_events).cumsum()
-    )
+    actions, times = random.integers(0, 3, num_events), random.integers(0, 99, num_events).cumsum()
+    known = {one.name: one for one in features if one.of == "event"}
+    of_events = as_columns(known, values(features, "event", num_events, random), num_events)
+    return replace(Events.make(items, actions, 1_700_000_000 + times), features=of_events)
 
 
 async def ranked(service: Service, user: UserKey, ref: HistoryRef) -> RankAnswer:
@@ -68,10 +74,13 @@ def assert_same(got: RankAnswer, want: RankAnswer) -> None:
 
 @pytest.mark.parametrize("unknown_ratio", [0.0, 0.1, 0.6])
 async def test_any_way_to_send_a_history_gives_the_same_bits(tmp_path: Path, unknown_ratio: float) -> None:
+    """With random features of events, but for the first."""
     random = np.random.default_rng(int(unknown_ratio * 10))
+    features = tuple(one for one in random_features(random) if one.of == "event" and unknown_ratio)
+    write_checkpoint(tmp_path / "checkpoint", features=features)
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         for turn in range(25):
-            events = history(int(random.integers(1, 4 * WINDOW)), unknown_ratio, random)
+            events = history(int(random.integers(1, 4 * WINDOW)), unknown_ratio, random, features)
             cuts = sorted(random.integers(0, len(events) + 1, random.integers(1, 5)).tolist())
             users = [UserKey("", f"{turn}-{way}") for way in ("whole", "deltas", "store", "base")]
             want = await ranked(service, users[0], HistoryRef(events=events))

@@ -155,14 +155,6 @@ async def test_not_a_number_is_refused_in_a_list_and_missing_in_raw(http: tuple[
         assert "features.cross.spent: row 1 is no number" in (await answer.json())["detail"]
 
 
-async def test_the_store_keeps_none_and_says_so(http: tuple[Any, Service]) -> None:
-    client, _ = http
-    given = {"user_id": "s", "events": {**HISTORY, "features": SURFACE}}
-    answer = await client.post("/v1/events", json=given)
-    assert answer.status == 422
-    assert "events.features: the history store keeps none" in (await answer.json())["detail"]
-
-
 async def test_the_open_inference_protocol_takes_them_as_json(http: tuple[Any, Service]) -> None:
     client, _ = http
     want = await (await client.post("/v1/rank", json=body())).json()

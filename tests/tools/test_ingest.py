@@ -42,7 +42,7 @@ async def writing(said: Answer) -> AsyncIterator[ServiceWriter]:
 async def test_an_address_of_something_else_is_a_fault_of_the_configuration(body: bytes) -> None:
     async with writing(answer(body)) as writer:
         with pytest.raises(ConfigError, match="no service of npu_gr answers there"):
-            await writer.action_names()
+            await writer.model()
 
 
 @pytest.mark.parametrize("body", [b"<html>Sign in</html>", b"{}", DEEP, b'{"users": "\xff"}'])
@@ -64,13 +64,13 @@ async def test_an_answer_of_other_users_is_none(num: int) -> None:
 async def test_a_refusal_in_any_form_is_an_error_of_ours(body: bytes) -> None:
     async with writing(answer(body, 418)) as writer:
         with pytest.raises(NpuGrError, match="status 418"):
-            await writer.action_names()
+            await writer.model()
 
 
 async def test_a_service_that_does_not_let_us_in_says_so() -> None:
     async with writing(problem(401, "no such key")) as writer:
         with pytest.raises(ConfigError, match="status 401: no such key"):
-            await writer.action_names()
+            await writer.model()
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from npu_gr.metrics.registry.process import ProcessMetrics
 from npu_gr.metrics.registry.relay import RelayMetrics
 from npu_gr.metrics.registry.reloads import ReloadMetrics
 from npu_gr.metrics.registry.requests import JUDGED, RequestMetrics
-from npu_gr.metrics.registry.store import StoreMetrics
+from npu_gr.metrics.registry.store import SourceMetrics, StoreMetrics
 from npu_gr.metrics.slo import Objective, Result
 
 
@@ -68,6 +68,7 @@ class Metrics:
         self.keys = KeyMetrics(make)
         self.erasures = ErasureMetrics(make)
         self.store = StoreMetrics(make, self.erasures)
+        self.source = SourceMetrics(make)
         self.process = ProcessMetrics(make)
         self.reloads = ReloadMetrics(make)
         self.front = FrontMetrics(make)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from npu_gr.core.errors import StoreFault
-from npu_gr.core.history import HistorySource
+from npu_gr.core.history import HistorySource, UserFeaturesSource
 from npu_gr.metrics.registry.erasures import ErasureMetrics
 from npu_gr.metrics.registry.families import LATENCY_S, Families
 
@@ -86,6 +86,39 @@ class StoreFigures(Protocol):
     def health(self) -> HealthFigures:
         """What the store says of itself."""
         ...
+
+
+class SourceMetrics:
+    """Reported by the guard of the source of users' features."""
+
+    def __init__(self, make: Families) -> None:
+        calls = make.counter("feature_source_calls_total", "Fetches of users' features by their end.", ("result",))
+        self._calls = {result: calls.labels(result) for result in RESULTS}
+        self._took_s = make.histogram(
+            "feature_source_call_duration_seconds", "Fetches of users' features, as their callers wait.", LATENCY_S
+        )
+        reads = make.counter(
+            "user_features_total", "Users whose features no request brought, by where they came from.", ("source",)
+        )
+        self._reads = {source: reads.labels(source) for source in UserFeaturesSource}
+        self._open = make.gauge("feature_source_breaker_open", "1 while fetches fail at once.")
+        self._in_flight = make.gauge("feature_source_calls_in_flight", "Fetches that the source has not ended.")
+        self._waiting = make.gauge("feature_source_calls_waiting", "Fetches that wait for their turn.")
+
+    def called(self, operation: str, result: str, took_s: float) -> None:
+        """Count a fetch; `result` is one of `RESULTS`."""
+        self._calls[result].inc()
+        self._took_s.observe(took_s)
+
+    def read(self, source: UserFeaturesSource) -> None:
+        """Count a user whose features were asked for."""
+        self._reads[source].inc()
+
+    def observe(self, lane: LaneFigures) -> None:
+        """Export the fetches, read at each scrape."""
+        self._open.set_function(partial(getattr, lane, "is_open"))
+        self._in_flight.set_function(partial(getattr, lane, "num_calls"))
+        self._waiting.set_function(partial(getattr, lane, "waiting"))
 
 
 class StoreMetrics:

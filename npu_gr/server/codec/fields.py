@@ -98,7 +98,8 @@ class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     """How the model read the behaviours: tokens used, tokens cut, items that the catalogue lacks, their source.
 
-    `sorted_events` of them stood later than newer ones, and were sorted (`service.unsorted_history`).
+    `sorted_events` of them stood later than newer ones, and were sorted (`service.unsorted_history`). `features_source`
+    and `features_fault` are there if the user's features came from `features.source`.
     """
 
     fingerprint: str
@@ -108,6 +109,8 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     source: str  # request | store | last_known | nothing; the last two: the history store failed
     fault: str  # of the history store: store_unavailable | store_slow | ...; "" = none
     sorted_events: int
+    features_source: str | msgspec.UnsetType = msgspec.UNSET  # source | remembered | last_known | nothing
+    features_fault: str | msgspec.UnsetType = msgspec.UNSET  # of the source, as `fault` of the store; "" = none
 
 
 # ---- reading
@@ -190,9 +193,7 @@ def parse_events(
 
 
 def stored_events(history: History, config: ServerConfig, names: Names) -> Events:
-    """Read behaviours for the history store. Raises as `parse_events` does, and Unprocessable if they have features."""
-    if history.features:
-        raise Unprocessable("events.features: the history store keeps none; send them in the history of a request")
+    """Read behaviours for the history store. Raises as `parse_events` does."""
     return parse_events(history, "events", config.max_history_events, names)
 
 
@@ -259,6 +260,7 @@ def _unit(timestamp: int) -> str:
 
 def render_history(report: HistoryReport) -> HistoryOut:
     """Write how the model read the behaviours."""
+    of_user = report.user_features
     return HistoryOut(
         fingerprint=report.fingerprint,
         num_tokens=report.num_tokens,
@@ -267,6 +269,8 @@ def render_history(report: HistoryReport) -> HistoryOut:
         source=report.origin.source.value,
         fault=report.origin.fault or "",
         sorted_events=report.origin.sorted_events,
+        features_source=msgspec.UNSET if of_user is None else of_user.source.value,
+        features_fault=msgspec.UNSET if of_user is None else of_user.fault or "",
     )
 
 

@@ -54,10 +54,14 @@ class UserFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UserWritten(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a user: how many events the store keeps now, and how many of them are new; or the error."""
+    """What became of a user: how many events the store keeps now, and how many of them are new; or the error.
+
+    `num_filled` of the events that a merge found in the store gained features.
+    """
 
     num_events: int | None = None
     num_added: int = 0
+    num_filled: int = 0
     error: UserFailure | None = None
 
 
@@ -88,7 +92,7 @@ def render(answer: IngestAnswer, request_id: str, _media: str, _shown: Shown) ->
 
     def out(one: Written | NpuGrError) -> UserWritten:
         if isinstance(one, Written):
-            return UserWritten(num_events=one.num_events, num_added=one.num_added)
+            return UserWritten(num_events=one.num_events, num_added=one.num_added, num_filled=one.num_filled)
         return UserWritten(error=UserFailure(status=one.status, title=one.title, detail=str(one)))
 
     return IngestOut(

@@ -271,7 +271,7 @@ def _add_parameters(parameters: dict[str, Parameter], name: str, value: Any) -> 
     elif isinstance(value, dict):
         for key, one in value.items():
             _add_parameters(parameters, f"{name}.{key}", one)
-    elif value is not None:
+    elif value is not None and value is not msgspec.UNSET:
         parameters[name] = value if isinstance(value, Parameter) else msgspec.json.encode(value).decode()
 
 

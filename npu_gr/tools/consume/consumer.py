@@ -75,7 +75,7 @@ class EventConsumer:
         Raises:
             ConfigError: the target has no actions, so nothing could be an event.
         """
-        if not target.action_names:
+        if not target.model.actions:
             raise ConfigError(f"{target.about}: its model has no actions, so nothing is an event; serve a ranker")
         self._consumer = consumer
         self._target = target
@@ -83,7 +83,7 @@ class EventConsumer:
         self._dead_letters = dead_letters
         self._metrics = metrics
         self._tenant = tenant
-        self._actions = {name: place for place, name in enumerate(target.action_names)}
+        self._actions = {name: place for place, name in enumerate(target.model.actions)}
         self._asked_at = float("-inf")
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -142,7 +142,7 @@ class EventConsumer:
             return False
         self._asked_at = time.monotonic()
         try:
-            names = await store.action_names()
+            names = (await store.model()).actions
         except NpuGrError:  # the write says it, too
             return False
         if not names:

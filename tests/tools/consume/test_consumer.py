@@ -20,7 +20,7 @@ from npu_gr.tools.consume.consumer import MOST_OF_USER, EventConsumer
 from npu_gr.tools.consume.dead_letters import DeadLetterFile
 from npu_gr.tools.consume.message import Fields
 from npu_gr.tools.consume.metrics import ConsumeMetrics
-from npu_gr.tools.ingest import Target
+from npu_gr.tools.ingest import EventModel, Target
 
 ACTIONS = ("view", "purchase")
 
@@ -109,7 +109,8 @@ async def consumed(log: Log, store: Any, folder: Path) -> ConsumeMetrics:
     stop = asyncio.Event()
     metrics = ConsumeMetrics()
     letters = DeadLetterFile(folder / "dead.jsonl")
-    await EventConsumer(log.consumer(stop), Target(store, ACTIONS, "it"), Fields(), letters, metrics).run(stop)
+    target = Target(store, EventModel(ACTIONS), "it")
+    await EventConsumer(log.consumer(stop), target, Fields(), letters, metrics).run(stop)
     return metrics
 
 
@@ -185,7 +186,9 @@ async def test_a_partition_that_leaves_with_its_commit_is_not_looked_at(store: H
 async def test_a_service_whose_model_has_no_actions_makes_nothing_poison(store: HistoryStore, tmp_path: Path) -> None:
     letters = DeadLetterFile(tmp_path / "dead.jsonl")
     with pytest.raises(ConfigError, match="it: its model has no actions"):
-        EventConsumer(Log([]).consumer(asyncio.Event()), Target(store, (), "it"), Fields(), letters, ConsumeMetrics())
+        EventConsumer(
+            Log([]).consumer(asyncio.Event()), Target(store, EventModel(()), "it"), Fields(), letters, ConsumeMetrics()
+        )
 
 
 async def test_actions_that_are_asked_for_again_are_never_none(
@@ -236,7 +239,7 @@ async def test_told_to_stop_while_the_store_is_away_it_commits_nothing(store: Hi
             raise Unavailable("away")
 
     letters = DeadLetterFile(tmp_path / "dead.jsonl")
-    target = Target(Away(), ACTIONS, "it")
+    target = Target(Away(), EventModel(ACTIONS), "it")
     await EventConsumer(log.consumer(stop), target, Fields(), letters, ConsumeMetrics()).run(stop)
     assert log.commits == []
 
