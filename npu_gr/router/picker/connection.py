@@ -9,7 +9,7 @@ whenever it comes, and is decoded once.
 
 Invariants:
   G1  a call is told of its end exactly once, however it ended
-  G2  nothing is sent over a window of the caller; what waits for it is bounded by what the caller has sent
+  G2  nothing is sent over a window of the caller; what waits for it counts as kept, and is bounded with that
   G3  what the caller may send is bounded: streams, headers, a message, and with `limits.max_kept_bytes` all messages
 
 Source: RFC 9113 (HTTP/2), RFC 7541 (HPACK), gRPC over HTTP/2. Every error of the caller's ends the connection with its
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -54,6 +55,7 @@ OpenCall = Callable[[bytes, PickerStream], PickerCall | None]
 STREAM_WINDOW_BYTES = 1 << 20  # that a caller may send of one call before we say that it may go on
 _CONNECTION_WINDOW_BYTES = 1 << 24
 _MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
+_MAX_BUDGETS = 2  # of `max_budget_s`, that a call may last: a gateway that forgets its calls holds no places
 
 
 class GrpcConnection(asyncio.Protocol):
@@ -67,7 +69,10 @@ class GrpcConnection(asyncio.Protocol):
         self._max_message_bytes = router.config.limits.max_body_bytes + _MESSAGE_OVERHEAD_BYTES
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, PickerStream] = {}
-        self._buffer = bytearray()
+        self._half_closed: list[PickerStream] = []  # by what is being read
+        self._heard_at = time.monotonic()
+        self._pinged_at = 0.0  # since then nothing was heard; 0 = there is no such question
+        self._buffer = b""  # the beginning of a frame
         self._out: list[bytes] = []
         self._is_reading = False  # what is written waits until everything that has arrived is read
         self._has_preface = False
@@ -97,10 +102,11 @@ class GrpcConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read frames, and write what the calls have answered."""
-        self._buffer += data
         self._is_reading = True
+        self._heard_at, self._pinged_at = time.monotonic(), 0.0
         try:
-            self._read()
+            self._read(self._buffer + data if self._buffer else data)
+            self._tell_half_closed()
         except BrokenHttp2 as error:
             log.debug("a gateway's connection ends: %s", error)
             self._is_reading = False  # what is written after `close` is lost
@@ -136,10 +142,23 @@ class GrpcConnection(asyncio.Protocol):
         return not self._streams
 
     def sweep(self, now_at: float) -> None:
-        """Tell the caller that its next call belongs elsewhere, if the router leaves."""
+        """Tell the caller that its next call belongs elsewhere, if the router leaves; end what takes too long."""
+        config = self._router.config
         if self._router.is_leaving:
             self._goodbye(Code.NO_ERROR)
             self._close_if_done()
+        for stream in list(self._streams.values()):
+            if now_at - stream.began_at > _MAX_BUDGETS * config.max_budget_s:
+                self._refuse(stream, CallStatus.UNAVAILABLE, "the request lasts too long")
+        if self._transport is None:
+            return
+        if not self._has_settings and now_at - self._heard_at > config.header_timeout_s:
+            self._transport.abort()
+        elif self._pinged_at and now_at - self._pinged_at > config.header_timeout_s:
+            self._transport.abort()  # its host is gone
+        elif not self._pinged_at and now_at - self._heard_at > config.idle_s:
+            self._pinged_at = now_at
+            self.write(frame(Type.PING, 0, 0, bytes(8)))
 
     def end(self) -> None:
         """Close after what was written."""
@@ -182,35 +201,35 @@ class GrpcConnection(asyncio.Protocol):
         """Forget a stream, and tell its call (G1)."""
         if self._streams.pop(stream.number, None) is None:
             return
-        self._router.kept.give_back(stream.num_counted)
-        stream.num_counted = 0
+        self._router.kept.give_back(stream.num_counted + stream.num_kept)
+        stream.num_counted = stream.num_kept = 0
         call, stream.call = stream.call, None
         if call is not None:
             call.dropped()
 
     # ---- reading
 
-    def _read(self) -> None:
-        buffer = self._buffer
-        if not self._has_preface:
-            if not PREFACE.startswith(buffer[: len(PREFACE)]):
-                raise BrokenHttp2(Code.PROTOCOL_ERROR, "no HTTP/2")
-            if len(buffer) < len(PREFACE):
-                return
-            self._has_preface = True
-            del buffer[: len(PREFACE)]
+    def _read(self, data: bytes) -> None:
         at = 0
-        while len(buffer) - at >= HEAD.size and not (self._transport is None or self._transport.is_closing()):
-            high, low, kind, flags, number = HEAD.unpack_from(buffer, at)
+        if not self._has_preface:
+            if not PREFACE.startswith(data[: len(PREFACE)]):
+                raise BrokenHttp2(Code.PROTOCOL_ERROR, "no HTTP/2")
+            if len(data) >= len(PREFACE):
+                self._has_preface = True
+                at = len(PREFACE)
+        while self._has_preface and len(data) - at >= HEAD.size:
+            if self._transport is None or self._transport.is_closing():
+                break
+            high, low, kind, flags, number = HEAD.unpack_from(data, at)
             length = high << 16 | low
             if length > FRAME_BYTES:
                 raise BrokenHttp2(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes, limit {FRAME_BYTES}")
             end = at + HEAD.size + length
-            if len(buffer) < end:
+            if len(data) < end:
                 break
-            self._frame(kind, flags, number & 0x7FFF_FFFF, bytes(buffer[at + HEAD.size : end]))
+            self._frame(kind, flags, number & 0x7FFF_FFFF, data[at + HEAD.size : end])
             at = end
-        del buffer[:at]
+        self._buffer = data[at:]
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if not self._has_settings and (kind != Type.SETTINGS or flags & Flag.ACK):
@@ -276,8 +295,8 @@ class GrpcConnection(asyncio.Protocol):
             if stream.call is None:
                 return
             stream.call.received(message)
-            if stream.num_pending > 2 * self._max_message_bytes:
-                self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
+            if stream.num_pending:
+                self._keep_pending(stream)
         if stream.call is None or len(stream.buffer) < PREFIX_BYTES or stream.num_counted:
             return
         num_bytes = stream.announced_bytes
@@ -293,6 +312,17 @@ class GrpcConnection(asyncio.Protocol):
             except Refused as error:
                 self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, str(error))
 
+    def _keep_pending(self, stream: PickerStream) -> None:
+        """Count what waits for the caller's windows (G2)."""
+        if stream.num_pending > 2 * self._max_message_bytes:
+            self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
+            return
+        try:
+            self._router.kept.take(stream.num_pending - stream.num_kept)
+            stream.num_kept = stream.num_pending
+        except Refused as error:
+            self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, str(error))
+
     def _refuse(self, stream: PickerStream, status: CallStatus, text: str) -> None:
         """End a call for what its caller does; one that cannot be told is cut off."""
         stream.end(status, text)
@@ -302,8 +332,14 @@ class GrpcConnection(asyncio.Protocol):
 
     def _half_close(self, stream: PickerStream) -> None:
         stream.is_half_closed = True
-        if stream.call is not None:
-            stream.call.half_closed()
+        self._half_closed.append(stream)
+
+    def _tell_half_closed(self) -> None:
+        """Tell calls that their caller sends nothing more; most are reset in the same piece."""
+        told, self._half_closed = self._half_closed, []
+        for stream in told:
+            if stream.call is not None:
+                stream.call.half_closed()
 
     def _on_block(self, block: RequestBlock | None) -> None:
         """Open a stream, or end the caller's side of one. None: the block goes on."""
@@ -371,3 +407,6 @@ class GrpcConnection(asyncio.Protocol):
         for stream in list(self._streams.values()):
             if stream.num_pending:
                 stream.flush()
+                sent = max(0, stream.num_kept - stream.num_pending)
+                self._router.kept.give_back(sent)
+                stream.num_kept -= sent

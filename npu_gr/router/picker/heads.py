@@ -15,6 +15,7 @@ from npu_gr.router.router import Router
 from npu_gr.server.codec.fields import Tenant, UserId
 from npu_gr.server.codec.media import JSON, decode
 
+_MOST_DIGITS = 15
 _OF_THE_REQUEST_LINE = (b":method", b":path", b":authority")
 
 
@@ -53,8 +54,9 @@ def head_of(headers: pb.HeaderMap, names: Mapping[str, bytes], router: Router) -
         if name in seen and name in router.once:
             raise Refused(400, f"{one.key}: given twice")
         seen[name] = one.raw_value or one.value.encode()
-    if not seen.get(b"content-length", b"0").isdigit():
-        raise Refused(400, "content-length: not a number")
+    length = seen.get(b"content-length", b"0")
+    if len(length) > _MOST_DIGITS or not length.isdigit():
+        raise Refused(400, f"content-length: takes up to {_MOST_DIGITS} digits")
     head.method, head.target = seen.pop(b":method", b""), seen.pop(b":path", b"")
     seen.setdefault(b"host", seen.pop(b":authority", b""))
     head.check(limits, router.once)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from enum import IntEnum
@@ -64,11 +65,13 @@ class PickerStream:
         "_pending",
         "_trailers",
         "_wire",
+        "began_at",
         "buffer",
         "call",
         "has_head",
         "is_half_closed",
         "num_counted",
+        "num_kept",
         "num_pending",
         "number",
         "send_window",
@@ -83,6 +86,8 @@ class PickerStream:
         self.num_counted = 0  # bytes of that message, counted when its length was read
         self.unacknowledged_bytes = 0  # received, and not given back to the caller's window
         self.num_pending = 0  # bytes that wait for a window
+        self.num_kept = 0  # of them counted by the connection
+        self.began_at = time.monotonic()
         self.has_head = False  # of the answer
         self.is_half_closed = False
         self._wire = wire

@@ -111,6 +111,8 @@ BROKEN = [
     (headers({"x-user-id": "u", "x-request-timeout-ms": "0"}), 504),
     (headers({"x-user-id": "u", "a": "b" * 20_000}), 431),
     (headers({"x-user-id": "u", "content-length": "99999999"}), 413),
+    (headers({"x-user-id": "u", "content-length": "9" * 5000}), 400),
+    (headers({"x-user-id": "u", "content-length": "-1"}), 400),
     (headers({}, "/debug/config"), 404),
     (headers({}, "/readyz"), 404),  # a POST
 ]
