@@ -26,7 +26,7 @@ def picker_filter(config: RouterConfig) -> dict[str, Any]:
     answer waits for nobody: what the router adds to it, Envoy adds by itself (`told`), and what fails, Envoy takes out
     (`outlier_detection`). So a request costs one question.
     """
-    shown = [":method", ":path", ":authority", *sorted(name.decode() for name in headers_read(config))]
+    shown = [":method", ":path", *sorted(name.decode() for name in headers_read(config))]
     return {
         "name": "envoy.filters.http.ext_proc",
         "typed_config": {

@@ -29,17 +29,16 @@ from npu_gr.router.answers import Refused
 from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks, RequestBlock
 from npu_gr.router.picker.frames import (
     FIRST_WINDOW_BYTES,
-    FRAME_BYTES,
-    HEAD,
-    MAX_WINDOW_BYTES,
-    PREFACE,
     SETTING,
     U32,
     BrokenHttp2,
     Code,
     Flag,
+    FrameReader,
     Http2Setting,
+    SendWindow,
     Type,
+    checked_window,
     frame,
     settings,
     unpadded,
@@ -62,8 +61,7 @@ class GrpcConnection(asyncio.Protocol):
     """Implements `Sweepable` and `PickerWire`."""
 
     def __init__(self, router: Router, open_call: OpenCall) -> None:
-        self.send_window = FIRST_WINDOW_BYTES
-        self.frame_bytes = FRAME_BYTES
+        self.window = SendWindow()
         self._router = router
         self._open_call = open_call
         self._max_message_bytes = router.config.limits.max_body_bytes + _MESSAGE_OVERHEAD_BYTES
@@ -72,12 +70,9 @@ class GrpcConnection(asyncio.Protocol):
         self._half_closed: list[PickerStream] = []  # by what is being read
         self._heard_at = time.monotonic()
         self._pinged_at = 0.0  # since then nothing was heard; 0 = there is no such question
-        self._buffer = b""  # the beginning of a frame
         self._out: list[bytes] = []
         self._is_reading = False  # what is written waits until everything that has arrived is read
-        self._has_preface = False
-        self._has_settings = False  # of the caller
-        self._stream_window = FIRST_WINDOW_BYTES  # of a new stream of ours, as the caller has set it
+        self._frames = FrameReader()
         self._last_stream = 0
         self._says_goodbye = False  # GOAWAY is sent
         self._unacknowledged_bytes = 0
@@ -105,7 +100,10 @@ class GrpcConnection(asyncio.Protocol):
         self._is_reading = True
         self._heard_at, self._pinged_at = time.monotonic(), 0.0
         try:
-            self._read(self._buffer + data if self._buffer else data)
+            for kind, flags, number, payload in self._frames.read(data):
+                self._frame(kind, flags, number, payload)
+                if self._transport is None or self._transport.is_closing():
+                    break
             self._tell_half_closed()
         except BrokenHttp2 as error:
             log.debug("a gateway's connection ends: %s", error)
@@ -152,7 +150,7 @@ class GrpcConnection(asyncio.Protocol):
                 self._refuse(stream, CallStatus.UNAVAILABLE, "the request lasts too long")
         if self._transport is None:
             return
-        if not self._has_settings and now_at - self._heard_at > config.header_timeout_s:
+        if not self.window.has_settings and now_at - self._heard_at > config.header_timeout_s:
             self._transport.abort()
         elif self._pinged_at and now_at - self._pinged_at > config.header_timeout_s:
             self._transport.abort()  # its host is gone
@@ -209,30 +207,8 @@ class GrpcConnection(asyncio.Protocol):
 
     # ---- reading
 
-    def _read(self, data: bytes) -> None:
-        at = 0
-        if not self._has_preface:
-            if not PREFACE.startswith(data[: len(PREFACE)]):
-                raise BrokenHttp2(Code.PROTOCOL_ERROR, "no HTTP/2")
-            if len(data) >= len(PREFACE):
-                self._has_preface = True
-                at = len(PREFACE)
-        while self._has_preface and len(data) - at >= HEAD.size:
-            if self._transport is None or self._transport.is_closing():
-                break
-            high, low, kind, flags, number = HEAD.unpack_from(data, at)
-            length = high << 16 | low
-            if length > FRAME_BYTES:
-                raise BrokenHttp2(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes, limit {FRAME_BYTES}")
-            end = at + HEAD.size + length
-            if len(data) < end:
-                break
-            self._frame(kind, flags, number & 0x7FFF_FFFF, data[at + HEAD.size : end])
-            at = end
-        self._buffer = data[at:]
-
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        if not self._has_settings and (kind != Type.SETTINGS or flags & Flag.ACK):
+        if not self.window.has_settings and (kind != Type.SETTINGS or flags & Flag.ACK):
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "the first frame is no SETTINGS")
         if self._blocks.is_open and kind != Type.CONTINUATION:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "a frame inside a block of headers")
@@ -282,14 +258,13 @@ class GrpcConnection(asyncio.Protocol):
         if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES // 2 and not flags & Flag.END_STREAM:
             self.write(window_update(number, stream.unacknowledged_bytes))
             stream.unacknowledged_bytes = 0
-        stream.buffer += unpadded(payload, flags)
-        self._deliver(stream)
+        self._deliver(stream, unpadded(payload, flags))
         if flags & Flag.END_STREAM:
             self._half_close(stream)
 
-    def _deliver(self, stream: PickerStream) -> None:
+    def _deliver(self, stream: PickerStream, data: bytes) -> None:
         """Pass whole messages on; of the one that has begun, count the bytes before they come (G3)."""
-        for message in stream.messages():
+        for message in stream.messages(data):
             self._router.kept.give_back(stream.num_counted)
             stream.num_counted = 0
             if stream.call is None:
@@ -360,7 +335,7 @@ class GrpcConnection(asyncio.Protocol):
         if self._says_goodbye or len(self._streams) >= self._router.config.limits.max_inflight:
             self.write(frame(Type.RST_STREAM, 0, number, U32.pack(Code.REFUSED_STREAM)))
             return
-        stream = PickerStream(self, number, self._stream_window)
+        stream = PickerStream(self, number, self.window.of_stream)
         self._streams[number] = stream
         stream.call = self._open_call(block.path, stream)
         if stream.call is None:
@@ -375,16 +350,9 @@ class GrpcConnection(asyncio.Protocol):
         if flags & Flag.ACK:
             self._blocks.without_table()
             return
-        self._has_settings = True
-        for name, value in SETTING.iter_unpack(payload):
-            if name == Http2Setting.INITIAL_WINDOW_SIZE:
-                if value > MAX_WINDOW_BYTES:
-                    raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31 - 1")
-                for stream in self._streams.values():
-                    stream.send_window += value - self._stream_window
-                self._stream_window = value
-            elif name == Http2Setting.MAX_FRAME_SIZE:
-                self.frame_bytes = max(FRAME_BYTES, min(value, 1 << 20))
+        more = self.window.set(payload)
+        for stream in self._streams.values():
+            stream.send_window = checked_window(stream.send_window + more)
         self.write(frame(Type.SETTINGS, Flag.ACK, 0))
         self._send_waiting()
 
@@ -396,11 +364,9 @@ class GrpcConnection(asyncio.Protocol):
         if number > self._last_stream or not more:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of nothing")
         if not number:
-            self.send_window += more
+            self.window.num_bytes = checked_window(self.window.num_bytes + more)
         elif stream is not None:
-            stream.send_window += more
-        if max(self.send_window, stream.send_window if stream else 0) > MAX_WINDOW_BYTES:
-            raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+            stream.send_window = checked_window(stream.send_window + more)
         self._send_waiting()
 
     def _send_waiting(self) -> None:

@@ -16,7 +16,7 @@ from npu_gr.server.codec.fields import Tenant, UserId
 from npu_gr.server.codec.media import JSON, decode
 
 _MOST_DIGITS = 15
-_OF_THE_REQUEST_LINE = (b":method", b":path", b":authority")
+_OF_THE_REQUEST_LINE = (b":method", b":path")
 
 
 class UserInBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ def head_of(headers: pb.HeaderMap, names: Mapping[str, bytes], router: Router) -
     if len(length) > _MOST_DIGITS or not length.isdigit():
         raise Refused(400, f"content-length: takes up to {_MOST_DIGITS} digits")
     head.method, head.target = seen.pop(b":method", b""), seen.pop(b":path", b"")
-    seen.setdefault(b"host", seen.pop(b":authority", b""))
+    seen[b"host"] = b""  # which the gateway has checked, and nobody here reads
     head.check(limits, router.once)
     return head
 
