@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from urllib.parse import quote
 
 import msgspec
 
+from npu_gr.router.access import MAX_NAME_BYTES
 from npu_gr.router.answers import Refused
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.picker import external_processor_pb2 as pb
@@ -78,6 +80,11 @@ def name_by_body(head: RequestHead, body: bytes, user_header: bytes, tenant_head
     """
     given = head.seen.get(b"content-type", JSON.encode()).decode("latin-1")
     named = decode(body, given.partition(";")[0].strip().lower(), UserInBody)
-    head.seen[user_header] = str(named.user_id).encode()
+    head.seen[user_header] = _as_header(str(named.user_id))
     if named.tenant:
-        head.seen.setdefault(tenant_header, named.tenant.encode())
+        head.seen.setdefault(tenant_header, _as_header(named.tenant))
+
+
+def _as_header(name: str) -> bytes:
+    """Write a name as our client does, so that both are placed alike."""
+    return quote(name, safe="")[:MAX_NAME_BYTES].encode()
