@@ -26,7 +26,7 @@ def picker_filter(config: RouterConfig) -> dict[str, Any]:
     answer waits for nobody: what the router adds to it, Envoy adds by itself (`told`), and what fails, Envoy takes out
     (`outlier_detection`). So a request costs one question.
     """
-    shown = [":method", ":path", ":authority", *sorted(name.decode() for name in headers_read(config))]
+    shown = [":method", ":path", *sorted(name.decode() for name in headers_read(config))]
     return {
         "name": "envoy.filters.http.ext_proc",
         "typed_config": {
@@ -61,8 +61,11 @@ def picker_cluster(config: RouterConfig, picker: PickerConfig) -> dict[str, Any]
     Raises:
         ConfigError: the picker serves over TLS.
     """
-    if config.tls is not None:
-        raise ConfigError("tls: whom Envoy trusts is not known here; make this configuration without, and add it there")
+    if config.tls is not None or picker.tls is not None:
+        where = "tls" if picker.tls is None else "picker.tls"
+        raise ConfigError(
+            f"{where}: whom Envoy trusts is not known here; make this configuration without, and add it there"
+        )
     http2 = {
         "@type": f"{_TYPE}.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},

@@ -16,7 +16,7 @@ from npu_gr.router.request import RequestHead
 from npu_gr.router.routes import Handling, Route
 
 _ERASED_PREFIX = ERASE.path.partition("{")[0].encode()
-_MAX_NAME_BYTES = 512  # of a user or a tenant: instances take 128 characters
+MAX_NAME_BYTES = 512  # of a user or a tenant: instances take 128 characters
 
 
 class Access:
@@ -83,13 +83,22 @@ class Access:
         if route.handling is Handling.EVERYWHERE:
             user, tenant = _named_in_target(head.target)
         else:
-            user, tenant = seen.get(self._user_header, b""), seen.get(self._tenant_header, b"")
+            user = _unquoted(seen.get(self._user_header, b""))
+            tenant = _unquoted(seen.get(self._tenant_header, b""))
         if key is not None:
             named = tenant.decode(errors="surrogateescape")
             tenant = self.ring.tenant_of(key, named).encode(errors="surrogateescape")
-        if len(user) > _MAX_NAME_BYTES or len(tenant) > _MAX_NAME_BYTES:
-            raise BadRequest(f"user, tenant: {max(len(user), len(tenant))} bytes, limit {_MAX_NAME_BYTES}")
+        if len(user) > MAX_NAME_BYTES or len(tenant) > MAX_NAME_BYTES:
+            raise BadRequest(f"user, tenant: {max(len(user), len(tenant))} bytes, limit {MAX_NAME_BYTES}")
         head.user = placed_by(tenant, user) if user else b""
+
+
+def _unquoted(name: bytes) -> bytes:
+    """Read a name from a header: clients quote what a header cannot hold, as a path does, or send the rest as it is."""
+    if b"%" not in name:
+        return name
+    plain = unquote_to_bytes(name)
+    return name if b"\0" in plain else plain
 
 
 def _named_in_target(target: bytes) -> tuple[bytes, bytes]:

@@ -143,6 +143,7 @@ class PickerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     host: str = "127.0.0.1"
     port: ListenPort = 9002
+    tls: ServerTlsConfig | None = None  # certificate and key of this address; None = those of the router's `tls`
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -251,6 +251,8 @@ class Members:
     def _has_share(self, name: str) -> bool:
         """Whether the instance stays within its bounded load with one more signal."""
         up = [one for one in map(self.instances.__getitem__, self.ring.names) if one.health is Health.UP]
+        if not up:
+            return True  # a panic: nobody has a share
         total = sum(one.in_flight for one in up)
         total_weight = sum(one.config.weight for one in up)
         one = self.instances[name]

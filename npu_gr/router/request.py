@@ -110,7 +110,7 @@ class RequestHead:
         if self.num_bytes + len(self.target) > limits.max_header_bytes:
             raise too_many_headers(limits)
         if self.method not in METHODS:
-            raise Refused(405, f"{self.method.decode()}: not a method of this service")
+            raise Refused(405, f"{self.method[:16].decode('latin-1')}: not a method of this service")
         if self.is_http11 and b"host" not in self.seen:
             raise Refused(400, "host: missing")
         if not self.target.startswith(b"/"):

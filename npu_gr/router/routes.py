@@ -54,7 +54,7 @@ _ROUTES = {
     for at, rule in rules().items()
     if rule.is_public
 }
-_UNKNOWN = Route(Handling.UNKNOWN, needs_key=True, scope=None)
+UNKNOWN = Route(Handling.UNKNOWN, needs_key=True, scope=None)
 _EXACT = {at: route for at, route in _ROUTES.items() if b"{" not in at[1]}
 # A parameter in a path stands for the rest of the path, whatever is in it.
 _PREFIXES = [(method, path.partition(b"{")[0], route) for (method, path), route in _ROUTES.items() if b"{" in path]
@@ -69,4 +69,4 @@ def route_of(method: bytes, path: bytes) -> Route:
     for other, prefix, prefixed in _PREFIXES:
         if method == other and path.startswith(prefix):
             return prefixed
-    return _UNKNOWN
+    return UNKNOWN

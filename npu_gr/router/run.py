@@ -107,9 +107,13 @@ async def _start_picker(
     addresses = Addresses(config, router.members)
     await addresses.look_up()
     await stack.enter_async_context(running(addresses.keep_looking()))
-    if config.tls is None:
+    assert config.picker is not None
+    given = config.picker.tls or config.tls
+    if given is None:
         return Picker(router, addresses).connection, None
-    tls = ServerTls(config.tls, "tls", "h2")
+    tls = ServerTls(given, "tls" if config.picker.tls is None else "picker.tls", "h2")
+    if config.picker.tls is not None:
+        router.metrics.observe_certificate("picker", tls.expiry)
     await stack.enter_async_context(following(tls))
     return Picker(router, addresses).connection, tls.public
 

@@ -236,6 +236,48 @@ def test_in_a_panic_who_does_not_answer_gets_its_users_and_who_is_gone_or_refuse
     assert "i2" not in homes(m, 20.0 + T_LIFE_S).values(), "an operator knows better"
 
 
+def test_in_a_panic_with_bounded_load_signals_go_to_suspects() -> None:
+    m = members(relay={"load_factor": 1.25})
+    for one in m.instances.values():
+        down(one)
+    choice, placement = m.for_signal(b"u", 1.0)
+    assert choice.instance.name == placement.instance == m.ring.owner(b"u")
+
+
+@settings(deadline=None, max_examples=15)
+@given(happens=st.lists(st.tuples(st.sampled_from(["down", "drain", "full", "open"]), st.integers(0, 3)), max_size=4))
+def test_a_gateways_second_choice_is_the_one_that_a_retry_would_get(happens: list[tuple[str, int]]) -> None:
+    found = instances(4)
+    m = members(found)
+    for what, which in happens:
+        one = m.instances[f"i{which}"]
+        if what == "down":
+            down(one)
+        elif what == "drain":
+            one.drain(0.0)
+        elif what == "open":
+            one.breaker.open(0.0)
+        else:
+            one.in_flight = 512
+    for tried in ((), ("i1",)):
+        for user in USERS[:40]:
+            try:
+                first = m.for_rank(user, None, 1.0, tried)
+            except (Unavailable, Overloaded):
+                continue
+            try:
+                again = m.for_rank(user, None, 1.0, [*tried, first.instance.name])
+            except (Unavailable, Overloaded):
+                assert m.second(user, first.instance, 1.0, tried) is None
+                continue
+            second = m.second(user, first.instance, 1.0, tried)
+            assert second is not None
+            assert second is not first.instance
+            assert second.name not in tried
+            if again.how not in (How.NORMAL, How.BLIND):  # those are drawn
+                assert second is again.instance
+
+
 def test_a_panic_ignores_breakers_and_ends_when_enough_are_well() -> None:
     m = members(instances(3), breaker={"max_open_ratio": 1.0}, health={"panic_ratio": 0.5})
     before = homes(m)

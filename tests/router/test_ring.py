@@ -53,6 +53,12 @@ def test_a_walk_meets_every_member_once_and_begins_at_the_owner(members: tuple[M
         walk = list(ring.walk(user))
         assert sorted(walk) == sorted(ring.names)
         assert walk[0] == ring.owner(user)
+        assert list(ring.first_two(user)) == walk[:2]
+
+
+def test_a_ring_of_one_or_none_has_no_second() -> None:
+    assert Ring([Member("a")]).first_two(b"u") == ("a", None)
+    assert Ring([]).first_two(b"u") == (None, None)
 
 
 def test_a_member_that_joins_takes_about_its_share() -> None:

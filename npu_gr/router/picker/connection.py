@@ -1,15 +1,15 @@
 """One connection of a gateway: HTTP/2 with gRPC's calls in it, as much of both as a picker needs.
 
 A gateway opens a call for every request and waits for its answer before the request goes on, so what a call costs is
-added to every request. `grpcio` hands each call from thread to thread several times: a prototype over it added three
-times as much as this on a busy machine. `npu-gr bench router` measures what this adds.
+added to every request. `grpcio` hands each call from thread to thread several times: around the same pick it takes more
+than three times the processor time, and adds twice as much. `npu-gr bench router --picker` measures both.
 
 HPACK is the library `hpack`. We announce a header table of 0 bytes: from then on a block of headers means the same
 whenever it comes, and is decoded once.
 
 Invariants:
   G1  a call is told of its end exactly once, however it ended
-  G2  nothing is sent over a window of the caller; what waits for it is bounded by what the caller has sent
+  G2  nothing is sent over a window of the caller; what waits for it counts as kept, and is bounded with that
   G3  what the caller may send is bounded: streams, headers, a message, and with `limits.max_kept_bytes` all messages
 
 Source: RFC 9113 (HTTP/2), RFC 7541 (HPACK), gRPC over HTTP/2. Every error of the caller's ends the connection with its
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -28,17 +29,16 @@ from npu_gr.router.answers import Refused
 from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks, RequestBlock
 from npu_gr.router.picker.frames import (
     FIRST_WINDOW_BYTES,
-    FRAME_BYTES,
-    HEAD,
-    MAX_WINDOW_BYTES,
-    PREFACE,
     SETTING,
     U32,
     BrokenHttp2,
     Code,
     Flag,
+    FrameReader,
     Http2Setting,
+    SendWindow,
     Type,
+    checked_window,
     frame,
     settings,
     unpadded,
@@ -54,25 +54,25 @@ OpenCall = Callable[[bytes, PickerStream], PickerCall | None]
 STREAM_WINDOW_BYTES = 1 << 20  # that a caller may send of one call before we say that it may go on
 _CONNECTION_WINDOW_BYTES = 1 << 24
 _MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
+_MAX_BUDGETS = 2  # of `max_budget_s`, that a call may last: a gateway that forgets its calls holds no places
 
 
 class GrpcConnection(asyncio.Protocol):
     """Implements `Sweepable` and `PickerWire`."""
 
     def __init__(self, router: Router, open_call: OpenCall) -> None:
-        self.send_window = FIRST_WINDOW_BYTES
-        self.frame_bytes = FRAME_BYTES
+        self.window = SendWindow()
         self._router = router
         self._open_call = open_call
         self._max_message_bytes = router.config.limits.max_body_bytes + _MESSAGE_OVERHEAD_BYTES
         self._transport: asyncio.Transport | None = None
         self._streams: dict[int, PickerStream] = {}
-        self._buffer = bytearray()
+        self._half_closed: list[PickerStream] = []  # by what is being read
+        self._heard_at = time.monotonic()
+        self._pinged_at = 0.0  # since then nothing was heard; 0 = there is no such question
         self._out: list[bytes] = []
         self._is_reading = False  # what is written waits until everything that has arrived is read
-        self._has_preface = False
-        self._has_settings = False  # of the caller
-        self._stream_window = FIRST_WINDOW_BYTES  # of a new stream of ours, as the caller has set it
+        self._frames = FrameReader()
         self._last_stream = 0
         self._says_goodbye = False  # GOAWAY is sent
         self._unacknowledged_bytes = 0
@@ -97,10 +97,14 @@ class GrpcConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read frames, and write what the calls have answered."""
-        self._buffer += data
         self._is_reading = True
+        self._heard_at, self._pinged_at = time.monotonic(), 0.0
         try:
-            self._read()
+            for kind, flags, number, payload in self._frames.read(data):
+                self._frame(kind, flags, number, payload)
+                if self._transport is None or self._transport.is_closing():
+                    break
+            self._tell_half_closed()
         except BrokenHttp2 as error:
             log.debug("a gateway's connection ends: %s", error)
             self._is_reading = False  # what is written after `close` is lost
@@ -136,10 +140,23 @@ class GrpcConnection(asyncio.Protocol):
         return not self._streams
 
     def sweep(self, now_at: float) -> None:
-        """Tell the caller that its next call belongs elsewhere, if the router leaves."""
+        """Tell the caller that its next call belongs elsewhere, if the router leaves; end what takes too long."""
+        config = self._router.config
         if self._router.is_leaving:
             self._goodbye(Code.NO_ERROR)
             self._close_if_done()
+        for stream in list(self._streams.values()):
+            if now_at - stream.began_at > _MAX_BUDGETS * config.max_budget_s:
+                self._refuse(stream, CallStatus.UNAVAILABLE, "the request lasts too long")
+        if self._transport is None:
+            return
+        if not self.window.has_settings and now_at - self._heard_at > config.header_timeout_s:
+            self._transport.abort()
+        elif self._pinged_at and now_at - self._pinged_at > config.header_timeout_s:
+            self._transport.abort()  # its host is gone
+        elif not self._pinged_at and now_at - self._heard_at > config.idle_s:
+            self._pinged_at = now_at
+            self.write(frame(Type.PING, 0, 0, bytes(8)))
 
     def end(self) -> None:
         """Close after what was written."""
@@ -182,38 +199,16 @@ class GrpcConnection(asyncio.Protocol):
         """Forget a stream, and tell its call (G1)."""
         if self._streams.pop(stream.number, None) is None:
             return
-        self._router.kept.give_back(stream.num_counted)
-        stream.num_counted = 0
+        self._router.kept.give_back(stream.num_counted + stream.num_kept)
+        stream.num_counted = stream.num_kept = 0
         call, stream.call = stream.call, None
         if call is not None:
             call.dropped()
 
     # ---- reading
 
-    def _read(self) -> None:
-        buffer = self._buffer
-        if not self._has_preface:
-            if not PREFACE.startswith(buffer[: len(PREFACE)]):
-                raise BrokenHttp2(Code.PROTOCOL_ERROR, "no HTTP/2")
-            if len(buffer) < len(PREFACE):
-                return
-            self._has_preface = True
-            del buffer[: len(PREFACE)]
-        at = 0
-        while len(buffer) - at >= HEAD.size and not (self._transport is None or self._transport.is_closing()):
-            high, low, kind, flags, number = HEAD.unpack_from(buffer, at)
-            length = high << 16 | low
-            if length > FRAME_BYTES:
-                raise BrokenHttp2(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes, limit {FRAME_BYTES}")
-            end = at + HEAD.size + length
-            if len(buffer) < end:
-                break
-            self._frame(kind, flags, number & 0x7FFF_FFFF, bytes(buffer[at + HEAD.size : end]))
-            at = end
-        del buffer[:at]
-
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        if not self._has_settings and (kind != Type.SETTINGS or flags & Flag.ACK):
+        if not self.window.has_settings and (kind != Type.SETTINGS or flags & Flag.ACK):
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "the first frame is no SETTINGS")
         if self._blocks.is_open and kind != Type.CONTINUATION:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "a frame inside a block of headers")
@@ -263,21 +258,20 @@ class GrpcConnection(asyncio.Protocol):
         if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES // 2 and not flags & Flag.END_STREAM:
             self.write(window_update(number, stream.unacknowledged_bytes))
             stream.unacknowledged_bytes = 0
-        stream.buffer += unpadded(payload, flags)
-        self._deliver(stream)
+        self._deliver(stream, unpadded(payload, flags))
         if flags & Flag.END_STREAM:
             self._half_close(stream)
 
-    def _deliver(self, stream: PickerStream) -> None:
+    def _deliver(self, stream: PickerStream, data: bytes) -> None:
         """Pass whole messages on; of the one that has begun, count the bytes before they come (G3)."""
-        for message in stream.messages():
+        for message in stream.messages(data):
             self._router.kept.give_back(stream.num_counted)
             stream.num_counted = 0
             if stream.call is None:
                 return
             stream.call.received(message)
-            if stream.num_pending > 2 * self._max_message_bytes:
-                self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
+            if stream.num_pending:
+                self._keep_pending(stream)
         if stream.call is None or len(stream.buffer) < PREFIX_BYTES or stream.num_counted:
             return
         num_bytes = stream.announced_bytes
@@ -293,6 +287,17 @@ class GrpcConnection(asyncio.Protocol):
             except Refused as error:
                 self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, str(error))
 
+    def _keep_pending(self, stream: PickerStream) -> None:
+        """Count what waits for the caller's windows (G2)."""
+        if stream.num_pending > 2 * self._max_message_bytes:
+            self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
+            return
+        try:
+            self._router.kept.take(stream.num_pending - stream.num_kept)
+            stream.num_kept = stream.num_pending
+        except Refused as error:
+            self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, str(error))
+
     def _refuse(self, stream: PickerStream, status: CallStatus, text: str) -> None:
         """End a call for what its caller does; one that cannot be told is cut off."""
         stream.end(status, text)
@@ -302,8 +307,14 @@ class GrpcConnection(asyncio.Protocol):
 
     def _half_close(self, stream: PickerStream) -> None:
         stream.is_half_closed = True
-        if stream.call is not None:
-            stream.call.half_closed()
+        self._half_closed.append(stream)
+
+    def _tell_half_closed(self) -> None:
+        """Tell calls that their caller sends nothing more; most are reset in the same piece."""
+        told, self._half_closed = self._half_closed, []
+        for stream in told:
+            if stream.call is not None:
+                stream.call.half_closed()
 
     def _on_block(self, block: RequestBlock | None) -> None:
         """Open a stream, or end the caller's side of one. None: the block goes on."""
@@ -324,7 +335,7 @@ class GrpcConnection(asyncio.Protocol):
         if self._says_goodbye or len(self._streams) >= self._router.config.limits.max_inflight:
             self.write(frame(Type.RST_STREAM, 0, number, U32.pack(Code.REFUSED_STREAM)))
             return
-        stream = PickerStream(self, number, self._stream_window)
+        stream = PickerStream(self, number, self.window.of_stream)
         self._streams[number] = stream
         stream.call = self._open_call(block.path, stream)
         if stream.call is None:
@@ -339,16 +350,9 @@ class GrpcConnection(asyncio.Protocol):
         if flags & Flag.ACK:
             self._blocks.without_table()
             return
-        self._has_settings = True
-        for name, value in SETTING.iter_unpack(payload):
-            if name == Http2Setting.INITIAL_WINDOW_SIZE:
-                if value > MAX_WINDOW_BYTES:
-                    raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "INITIAL_WINDOW_SIZE over 2^31 - 1")
-                for stream in self._streams.values():
-                    stream.send_window += value - self._stream_window
-                self._stream_window = value
-            elif name == Http2Setting.MAX_FRAME_SIZE:
-                self.frame_bytes = max(FRAME_BYTES, min(value, 1 << 20))
+        more = self.window.set(payload)
+        for stream in self._streams.values():
+            stream.send_window = checked_window(stream.send_window + more)
         self.write(frame(Type.SETTINGS, Flag.ACK, 0))
         self._send_waiting()
 
@@ -360,14 +364,15 @@ class GrpcConnection(asyncio.Protocol):
         if number > self._last_stream or not more:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "WINDOW_UPDATE of nothing")
         if not number:
-            self.send_window += more
+            self.window.num_bytes = checked_window(self.window.num_bytes + more)
         elif stream is not None:
-            stream.send_window += more
-        if max(self.send_window, stream.send_window if stream else 0) > MAX_WINDOW_BYTES:
-            raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+            stream.send_window = checked_window(stream.send_window + more)
         self._send_waiting()
 
     def _send_waiting(self) -> None:
         for stream in list(self._streams.values()):
             if stream.num_pending:
                 stream.flush()
+                sent = max(0, stream.num_kept - stream.num_pending)
+                self._router.kept.give_back(sent)
+                stream.num_kept -= sent

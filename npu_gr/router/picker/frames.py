@@ -1,8 +1,9 @@
-"""HTTP/2's frames as the picker writes them, and its names for their numbers (RFC 9113, sections 6 and 7)."""
+"""HTTP/2's frames as the picker reads and writes them, and its names for their numbers (RFC 9113, sections 4 to 7)."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -69,6 +70,74 @@ class BrokenHttp2(Exception):
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class FrameReader:
+    """Cuts what arrives on a connection into frames."""
+
+    def __init__(self) -> None:
+        self.is_waiting = True  # for the preface
+        self._begun = b""  # the beginning of a frame, or of the preface
+
+    def read(self, data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
+        """Yield the frames that are whole now: type, flags, stream, payload. A caller that stops early never reads on.
+
+        Raises:
+            BrokenHttp2: it is no HTTP/2, or a frame is over `FRAME_BYTES`.
+        """
+        if self._begun:
+            data = self._begun + data
+        at = 0
+        if self.is_waiting:
+            if not PREFACE.startswith(data[: len(PREFACE)]):
+                raise BrokenHttp2(Code.PROTOCOL_ERROR, "no HTTP/2")
+            self.is_waiting = len(data) < len(PREFACE)
+            at = 0 if self.is_waiting else len(PREFACE)
+        while not self.is_waiting and len(data) - at >= HEAD.size:
+            high, low, kind, flags, number = HEAD.unpack_from(data, at)
+            length = high << 16 | low
+            if length > FRAME_BYTES:
+                raise BrokenHttp2(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes, limit {FRAME_BYTES}")
+            end = at + HEAD.size + length
+            if len(data) < end:
+                break
+            yield kind, flags, number & 0x7FFF_FFFF, data[at + HEAD.size : end]
+            at = end
+        self._begun = data[at:]
+
+
+class SendWindow:
+    """What the caller lets us send (RFC 9113, sections 5.2 and 6.5.2), of all streams and of a new one."""
+
+    __slots__ = ("frame_bytes", "has_settings", "num_bytes", "of_stream")
+
+    def __init__(self) -> None:
+        self.num_bytes = FIRST_WINDOW_BYTES  # that all streams together may send now
+        self.of_stream = FIRST_WINDOW_BYTES  # that a new stream may send
+        self.frame_bytes = FRAME_BYTES  # of a frame's payload, at most
+        self.has_settings = False  # of the caller
+
+    def set(self, payload: bytes) -> int:
+        """Take the caller's settings. Returns by how much the windows of open streams change.
+
+        Raises:
+            BrokenHttp2: one of them is out of its range.
+        """
+        before = self.of_stream
+        self.has_settings = True
+        for name, value in SETTING.iter_unpack(payload):
+            if name == Http2Setting.INITIAL_WINDOW_SIZE:
+                self.of_stream = checked_window(value)
+            elif name == Http2Setting.MAX_FRAME_SIZE:
+                self.frame_bytes = max(FRAME_BYTES, min(value, 1 << 20))
+        return self.of_stream - before
+
+
+def checked_window(num_bytes: int) -> int:
+    """Return a window. Raises BrokenHttp2: it is over what HTTP/2 allows."""
+    if num_bytes > MAX_WINDOW_BYTES:
+        raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "a window over 2^31 - 1")
+    return num_bytes
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from urllib.parse import quote
 
 import msgspec
 
+from npu_gr.router.access import MAX_NAME_BYTES
 from npu_gr.router.answers import Refused
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.picker import external_processor_pb2 as pb
@@ -15,7 +17,8 @@ from npu_gr.router.router import Router
 from npu_gr.server.codec.fields import Tenant, UserId
 from npu_gr.server.codec.media import JSON, decode
 
-_OF_THE_REQUEST_LINE = (b":method", b":path", b":authority")
+_MOST_DIGITS = 15
+_OF_THE_REQUEST_LINE = (b":method", b":path")
 
 
 class UserInBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,10 +56,11 @@ def head_of(headers: pb.HeaderMap, names: Mapping[str, bytes], router: Router) -
         if name in seen and name in router.once:
             raise Refused(400, f"{one.key}: given twice")
         seen[name] = one.raw_value or one.value.encode()
-    if not seen.get(b"content-length", b"0").isdigit():
-        raise Refused(400, "content-length: not a number")
+    length = seen.get(b"content-length", b"0")
+    if len(length) > _MOST_DIGITS or not length.isdigit():
+        raise Refused(400, f"content-length: takes up to {_MOST_DIGITS} digits")
     head.method, head.target = seen.pop(b":method", b""), seen.pop(b":path", b"")
-    seen.setdefault(b"host", seen.pop(b":authority", b""))
+    seen[b"host"] = b""  # which the gateway has checked, and nobody here reads
     head.check(limits, router.once)
     return head
 
@@ -76,6 +80,11 @@ def name_by_body(head: RequestHead, body: bytes, user_header: bytes, tenant_head
     """
     given = head.seen.get(b"content-type", JSON.encode()).decode("latin-1")
     named = decode(body, given.partition(";")[0].strip().lower(), UserInBody)
-    head.seen[user_header] = str(named.user_id).encode()
+    head.seen[user_header] = _as_header(str(named.user_id))
     if named.tenant:
-        head.seen.setdefault(tenant_header, named.tenant.encode())
+        head.seen.setdefault(tenant_header, _as_header(named.tenant))
+
+
+def _as_header(name: str) -> bytes:
+    """Write a name as our client does, so that both are placed alike."""
+    return quote(name, safe="")[:MAX_NAME_BYTES].encode()

@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from enum import Enum, auto
 
 from google.protobuf.message import DecodeError
 
@@ -40,7 +39,7 @@ from npu_gr.router.picker.streams import CallStatus, PickerStream
 from npu_gr.router.request import RequestHead
 from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router
-from npu_gr.router.routes import READINESS, Handling, route_of
+from npu_gr.router.routes import READINESS, UNKNOWN, Handling, route_of
 
 _BY_USER = (Handling.SIGNAL, Handling.FOLLOW, Handling.ONCE)
 _HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)  # modes in which the choice may wait for the whole body
@@ -48,14 +47,14 @@ _FAILURES = (502, 503)
 _OVERLOADED = 429
 
 
-class PickPhase(Enum):
+class PickPhase:  # plain numbers, as in `frames.py`
     """The state of a request; the module's docstring draws how it changes."""
 
-    BEGUN = auto()
-    WAITING = auto()
-    PICKED = auto()
-    ANSWERED = auto()
-    CLOSED = auto()
+    BEGUN = 0
+    WAITING = 1
+    PICKED = 2
+    ANSWERED = 3
+    CLOSED = 4
 
 
 class Pick:
@@ -76,7 +75,7 @@ class Pick:
         self._names = names
         self._stream = stream
         self._head: RequestHead | None = None
-        self._route = route_of(b"", b"")
+        self._route = UNKNOWN
         self._key: Key | None = None
         self._mode: pb.BodySendMode = pb.NONE  # in which the gateway sends the request's body
         self._answer_mode: pb.BodySendMode = pb.NONE
@@ -127,7 +126,7 @@ class Pick:
             now_at = time.monotonic()
             instance.in_flight -= 1
             self._router.in_flight -= 1
-            if self.phase is PickPhase.PICKED:
+            if self.phase == PickPhase.PICKED:
                 instance.ended(now_at - self._picked_at, self._route.handling is Handling.FOLLOW, now_at)
             self._instance = None
         if head is not None and (self._status or instance is not None):
@@ -137,7 +136,7 @@ class Pick:
     # ---- the request
 
     def _on_headers(self, request: pb.ProcessingRequest) -> None:
-        if self.phase is not PickPhase.BEGUN:
+        if self.phase != PickPhase.BEGUN:
             raise Refused(400, "headers: given twice")
         self._mode = request.protocol_config.request_body_mode
         self._answer_mode = request.protocol_config.response_body_mode
@@ -174,23 +173,23 @@ class Pick:
 
     def _on_body(self, body: pb.HttpBody) -> None:
         if self._mode != pb.FULL_DUPLEX_STREAMED:
-            if self.phase is PickPhase.WAITING:
+            if self.phase == PickPhase.WAITING:
                 self._keep(body.body)
                 self._name()
                 self._pick(is_in_body=True)
-            elif self.phase is not PickPhase.CLOSED:
+            elif self.phase != PickPhase.CLOSED:
                 self._stream.send(messages.BODY_AS_IT_WAS)
-        elif self.phase is PickPhase.WAITING:
+        elif self.phase == PickPhase.WAITING:
             self._keep(body.body)
             if body.end_of_stream:
                 self._pick_and_pass_on(ends=True)
-        elif self.phase is not PickPhase.CLOSED:
+        elif self.phase != PickPhase.CLOSED:
             self._pass_on(body.body, body.end_of_stream)
 
     def _on_trailers(self) -> None:
-        if self.phase is PickPhase.WAITING:
+        if self.phase == PickPhase.WAITING:
             self._pick_and_pass_on(ends=False)
-        if self.phase is not PickPhase.CLOSED:
+        if self.phase != PickPhase.CLOSED:
             self._stream.send(messages.TRAILERS_AS_THEY_WERE)
 
     def _keep(self, piece: bytes) -> None:
@@ -257,7 +256,7 @@ class Pick:
     # ---- the instance's answer
 
     def _on_answer(self, request: pb.ProcessingRequest) -> None:
-        if self.phase is not PickPhase.PICKED:  # an answer that the gateway gave itself
+        if self.phase != PickPhase.PICKED:  # an answer that the gateway gave itself
             self._stream.send(messages.answered(()))
             return
         assert self._instance is not None

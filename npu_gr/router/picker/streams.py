@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Protocol
 from urllib.parse import quote_from_bytes
 
-from npu_gr.router.picker.frames import FRAME_BYTES, Flag, Type, frame, literal
+from npu_gr.router.picker.frames import FRAME_BYTES, Flag, SendWindow, Type, frame, literal
 
 PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
 _OK_HEAD = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88 is ":status: 200" of HPACK's fixed table
@@ -45,8 +46,7 @@ class PickerCall(Protocol):
 class PickerWire(Protocol):
     """The connection, as its streams use it."""
 
-    send_window: int  # bytes that all streams together may send now
-    frame_bytes: int  # of a frame's payload, at most
+    window: SendWindow
 
     def write(self, data: bytes) -> None:
         """Send frames."""
@@ -64,11 +64,13 @@ class PickerStream:
         "_pending",
         "_trailers",
         "_wire",
+        "began_at",
         "buffer",
         "call",
         "has_head",
         "is_half_closed",
         "num_counted",
+        "num_kept",
         "num_pending",
         "number",
         "send_window",
@@ -83,6 +85,8 @@ class PickerStream:
         self.num_counted = 0  # bytes of that message, counted when its length was read
         self.unacknowledged_bytes = 0  # received, and not given back to the caller's window
         self.num_pending = 0  # bytes that wait for a window
+        self.num_kept = 0  # of them counted by the connection
+        self.began_at = time.monotonic()
         self.has_head = False  # of the answer
         self.is_half_closed = False
         self._wire = wire
@@ -118,8 +122,9 @@ class PickerStream:
     def flush(self) -> None:
         """Send what the windows allow, and the end if nothing is left before it."""
         wire = self._wire
+        window = wire.window
         while self._pending:
-            room = min(self.send_window, wire.send_window, wire.frame_bytes)
+            room = min(self.send_window, window.num_bytes, window.frame_bytes)
             if room <= 0:
                 return
             data = self._pending.popleft()
@@ -127,7 +132,7 @@ class PickerStream:
                 self._pending.appendleft(data[room:])
                 data = data[:room]
             self.send_window -= len(data)
-            wire.send_window -= len(data)
+            window.num_bytes -= len(data)
             self.num_pending -= len(data)
             wire.write(frame(Type.DATA, 0, self.number, data))
         if self._trailers is not None:
@@ -139,8 +144,15 @@ class PickerStream:
             self.has_head = True
             self._wire.write(frame(Type.HEADERS, Flag.END_HEADERS, self.number, _OK_HEAD))
 
-    def messages(self) -> Iterator[bytes]:
-        """Take the whole messages out of the buffer."""
+    def messages(self, data: bytes) -> Iterable[bytes]:
+        """Take what has come, and return the messages that are whole."""
+        size = len(data) - PREFIX_BYTES
+        if not self.buffer and size >= 0 and not data[0] and int.from_bytes(data[1:PREFIX_BYTES], "big") == size:
+            return (data[PREFIX_BYTES:],)  # the usual case: one frame, one message
+        self.buffer += data
+        return self._whole()
+
+    def _whole(self) -> Iterator[bytes]:
         while len(self.buffer) >= PREFIX_BYTES:
             end = PREFIX_BYTES + self.announced_bytes
             if len(self.buffer) < end:

@@ -89,7 +89,7 @@ def skim(body: bytes, kind: Any, most_elements: int, most_bytes: int = LOOSE_BYT
                 num_elements += _count(body[begins:at], field.number_bytes)
             elif wire == _LENGTH and field.is_ in (_Is.MESSAGE, _Is.BLOB):
                 loose_bytes += begins - began
-                if field.is_ is _Is.MESSAGE:
+                if field.is_ is _Is.MESSAGE and begins < at:
                     levels.append((field.within, begins, at))
             else:
                 loose_bytes += at - began

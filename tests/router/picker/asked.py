@@ -49,10 +49,16 @@ class Asked:
 
 
 @asynccontextmanager
-async def asked(**sections: Any) -> AsyncIterator[Asked]:
+async def asked(credentials: grpc.ChannelCredentials | None = None, **sections: Any) -> AsyncIterator[Asked]:
     port = free_port()
-    async with site(picker={"port": port}, **sections) as s, grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield Asked(s, port, channel)
+    address = f"127.0.0.1:{port}"
+    sections["picker"] = {"port": port, **sections.get("picker", {})}
+    async with site(**sections) as s:
+        made = (
+            grpc.aio.insecure_channel(address) if credentials is None else grpc.aio.secure_channel(address, credentials)
+        )
+        async with made as channel:
+            yield Asked(s, port, channel)
 
 
 def headers(

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 import msgspec
 import pytest
+from yarl import URL
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import from_table
@@ -70,6 +72,29 @@ async def test_the_user_is_read_from_the_body(mode: pb.BodySendMode, packed: boo
         assert a.site.router.kept.num_bytes == 0
 
 
+@pytest.mark.parametrize(
+    "user", ["ann@x.org", "50%", "a b", "\u0438\u043c\u044f", "u\0v", "\u540d" * 128, "%41"], ids=range(7)
+)
+async def test_a_user_is_one_by_header_and_by_body_and_is_forgotten_by_path(user: str) -> None:
+    async with asked() as a:
+        quoted = quote(user, safe="")[:512]  # as our client sends it
+        body = json.dumps({"user_id": user}).encode()
+        said = [headers({"content-type": "application/json"}, mode=pb.BUFFERED), chunk(body, ends=True)]
+        (by_header,) = await a.process([headers({"x-user-id": quoted})])
+        _, by_body = await a.process(said)
+        assert choice(by_header) == choice(by_body)
+        if user.isascii() and user.isprintable() and "%" not in user:
+            (as_it_is,) = await a.process([headers({"x-user-id": user})])
+            assert choice(as_it_is) == choice(by_header)
+        if "\0" in user or len(user) > 64:
+            return
+        await a.process([headers({"x-user-id": quoted}, "/v1/signal")])
+        assert a.site.router.members.knows(user.encode())
+        async with a.site.http.delete(URL(f"{a.site.url}/v1/users/{quoted}", encoded=True)) as answer:
+            assert answer.status == 204
+        assert not a.site.router.members.knows(user.encode())
+
+
 async def test_with_the_user_in_the_headers_no_body_is_waited_for() -> None:
     async with asked() as a:
         (one,) = await a.process([headers({"x-user-id": "u"}, mode=pb.BUFFERED)])
@@ -111,6 +136,8 @@ BROKEN = [
     (headers({"x-user-id": "u", "x-request-timeout-ms": "0"}), 504),
     (headers({"x-user-id": "u", "a": "b" * 20_000}), 431),
     (headers({"x-user-id": "u", "content-length": "99999999"}), 413),
+    (headers({"x-user-id": "u", "content-length": "9" * 5000}), 400),
+    (headers({"x-user-id": "u", "content-length": "-1"}), 400),
     (headers({}, "/debug/config"), 404),
     (headers({}, "/readyz"), 404),  # a POST
 ]

@@ -51,8 +51,11 @@ def drawn(draw: random.Random) -> Iterator[tuple[Any, Any]]:
         return ["n" * draw.choice((0, 1, 5, 126, 127, 128, 300)) for _ in range(draw.randrange(most))]
 
     for _ in range(60):
-        contents = {"int64_contents": numbers(50), "bytes_contents": [one.encode() for one in names(20)]}
-        contents["fp32_contents"] = [1.0] * draw.randrange(30)
+        contents = {
+            "int64_contents": numbers(50),
+            "bytes_contents": [one.encode() for one in names(20)],
+            "fp32_contents": [1.0] * draw.randrange(30),
+        }
         tensor = {"name": "a", "datatype": "INT64", "shape": numbers(3), "contents": contents}
         raw = [draw.randbytes(draw.randrange(200)) for _ in range(draw.randrange(4))]
         yield INFER(model_name="rank", inputs=[tensor] * draw.randrange(4), raw_input_contents=raw), INFER
