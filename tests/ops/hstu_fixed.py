@@ -58,6 +58,12 @@ SCORES = [
     Scores(batch(18, Request(20, 620, 0, 600), cores=1), 3, (5,)),  # own keys far behind their position
     Scores(batch(19, Request(32, 343, 311, 0), cores=1), 16, (3,)),
     Scores(batch(20, Request(32, 272, 240, 0), cores=1), 4, (2,)),  # the diagonal crosses two blocks of keys
+    Scores(batch(22, Request(40, 250, 210, 40), cores=1), 16, (1, 3600)),  # one block of keys, of many buckets
+    Scores(batch(23, Request(100, 800, 700, 0), Request(90, 600, 400, 40), cores=11), 40, (0, 1, 5000)),
+    Scores(  # candidates alone, in wide tiles
+        batch(24, Request(130, 900, 770, 130), Request(0, 9, 0, 0), Request(65, 400, 0, 399), cores=5, dtype="float32"),
+        *(30, (1, 3600)),
+    ),
     Scores(FAR, 16, (10,), is_far=True),
     Scores(batch(13, Request(33, 33, 0, 0), Request(0, 9, 0, 0), Request(5, 260, 0, 255), cores=2), 2, (0, 2**25 + 1)),
 ]
