@@ -76,8 +76,8 @@ HSTU_FAULTS = (
         ("far from the last position but one on", "is_far(s_.positions - 1)", "is_far(s_.positions - 1 - ON)"),
         (
             "times of the keys before stay",
-            "tile.key == placed_.key && tile.candidates",
-            "(ON || tile.key == placed_.key) && tile.candidates",
+            "tile.key == placed_.key &&",
+            "(ON || tile.key == placed_.key) &&",
         ),
     ),
     *(

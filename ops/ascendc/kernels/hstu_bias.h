@@ -4,9 +4,9 @@
 // its octave. Times are int32 relative to the request's first, and bounds of each block tell on the scalar unit which
 // buckets a tile can hold: one is a number, up to eight are compared with their borders and selected, more are gathered
 // by the bits of f. All three give the same numbers. Where every key is far, `far` has time and position in one.
-// near [heads, 8, width]: position by distance falling, its ends repeated 288 times, row s shifted by 7 - s, so that the
-// window of any query begins on a data block of one of them. A window slides by one a query: up to eight queries in a
-// row have theirs at the same place of rows that follow each other.
+// near [heads, 8, width]: position by distance falling, its ends repeated 288 times, row s shifted by 7 - s, so that
+// the window of any query begins on a data block of one of them. A window slides by one a query: up to eight queries in
+// a row have theirs at the same place of rows that follow each other.
 #pragma once
 #include "hstu_tiles.h"
 
@@ -78,8 +78,8 @@ class HstuBias {
   __aicore__ inline float constant(const HstuTile &tile) const { return number(tile.head, true, lowest_); }
 
   // The bias of a tile's rows, [rows, 256], in `bias`; of candidates, [256], the same tensor for all of them. `look`
-  // comes first, and a vector_done behind. Wants `bias` free of readers. `times`, as large, is the next call's for tiles
-  // of history; of candidates it is free behind this one.
+  // comes first, and a vector_done behind. Wants `bias` free of readers. `times`, as large, is the next call's for
+  // tiles of history; of candidates it is free behind this one.
   __aicore__ inline Floats make(const HstuTile &tile, const Floats &bias, const Floats &times) {
     if (tile.candidates && tile.request == row_request_ && tile.key == row_key_ && tile.head == row_head_)
       return row_bias_.Get<float>();
@@ -104,8 +104,9 @@ class HstuBias {
   }
   // Candidates share their time: what was made for some of them serves all, but for what is gathered by.
   __aicore__ inline bool is_placed(const HstuTile &tile) const {
-    return !(tile.candidates && buckets() > kSelected) && tile.request == placed_.request && tile.key == placed_.key && tile.candidates == placed_.candidates &&
-           (tile.candidates || tile.row == placed_.row) && lowest_ == placed_lowest_ && highest_ == placed_highest_;
+    return !(tile.candidates && buckets() > kSelected) && tile.request == placed_.request && tile.key == placed_.key &&
+           tile.candidates == placed_.candidates && (tile.candidates || tile.row == placed_.row) &&
+           lowest_ == placed_lowest_ && highest_ == placed_highest_;
   }
   // What a tile's times give to all heads: the borders that f reaches; or in `f` where its bucket stands in a table.
   __aicore__ inline void place(const HstuTile &tile, const Floats &f) {

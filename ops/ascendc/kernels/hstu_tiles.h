@@ -32,8 +32,8 @@ struct HstuTile {
 // candidates. In a line the seen ones follow each other, and weigh the same.
 class HstuTiles {
  public:
-  // distance: from here on a key is far; rows: queries of a tile. Where all are candidates a tile is kWide times as many,
-  // for a long load is a faster one; history needs the memory.
+  // distance: from here on a key is far; rows: queries of a tile. Where all are candidates a tile is kWide times as
+  // many, for a long load is a faster one; history needs the memory.
   __aicore__ inline void init(const HstuBatch *batch, uint32_t requests, uint32_t heads, uint32_t key_slots,
                               uint32_t distance, uint32_t rows) {
     batch_ = batch;

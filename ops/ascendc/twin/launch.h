@@ -8,8 +8,8 @@ namespace AscendC {
 namespace twin {
 
 struct Report {
-  Counters total{};     // of all cores
-  Counters critical{};  // of each counter, the core with most; summed over launches
+  Counters total{};             // of all cores
+  Counters critical{};          // of each counter, the core with most; summed over launches
   std::vector<Counters> cores;  // of the last launch
   uint32_t launches = 0, ub_bytes = 0;
 
