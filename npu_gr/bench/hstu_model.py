@@ -69,6 +69,8 @@ PRODUCT_US = 2.0  # ramp of a product; assumed
 VENDOR_US = 3.0  # a small vendor kernel; assumed
 VENDOR_KERNELS = 3  # of a layer: norm, cast, residual
 LAUNCHES = 10  # of a layer: those, two linear layers, our three, two products
+LAST_VENDOR_KERNELS = 2  # of a prefill's last layer, which has no residual
+LAST_LAUNCHES = 4  # of it: those, a linear layer, hstu_rows
 DISPATCH_US = (5.0, 10.0)  # of one launch on the host
 
 
@@ -123,7 +125,10 @@ def product_us(batch: int, m: int, k: int, n: int, column: CostColumn, share: fl
 
 
 class Layer(NamedTuple):
-    """The counts of each core in our three kernels of one layer, and its sizes."""
+    """The counts of each core in our three kernels of one layer, and its sizes.
+
+    The last layer of a prefill only fills pages: nobody reads what its queries would give.
+    """
 
     rows: Counts
     scores: Counts
@@ -134,7 +139,10 @@ class Layer(NamedTuple):
 
     def us(self, column: CostColumn) -> float:
         """Model the layer."""
-        ours = sum(kernel_us(cores, column) for cores in (self.rows, self.scores, self.finish))
+        ours = sum(kernel_us(cores, column) for cores in (self.rows, self.scores, self.finish) if cores)
+        if not self.scores:  # keys and values alone
+            linear_us = product_us(1, self.num_rows, WIDTH, 4 * WIDTH, column, DENSE_SHARE)
+            return ours + linear_us + LAST_VENDOR_KERNELS * VENDOR_US
         batched = (
             product_us(HEADS, self.row_slots, DIM, self.key_slots, column, BATCHED_SHARE),
             product_us(HEADS, self.row_slots, self.key_slots, DIM, column, BATCHED_SHARE),
@@ -146,12 +154,15 @@ class Layer(NamedTuple):
         return ours + sum(batched) + sum(linear) + VENDOR_KERNELS * VENDOR_US
 
 
-def counted(twin: Twin, cached: int, new: int, candidates: int, seed: int, cores: int = CORES) -> Layer:
+def counted(
+    twin: Twin, cached: int, new: int, candidates: int, seed: int, cores: int = CORES, is_last: bool = False
+) -> Layer:
     """Run a layer's kernels on the twin: `new` history rows and candidates behind `cached` tokens of one user."""
     random = np.random.default_rng(seed)
     rows = new + candidates
-    entry = Entry(rows, cached + rows, cached, candidates, 0, 0, 0, int(new > 0))
-    slots = row_slots(rows), key_slots(entry.keys)
+    asking = candidates if is_last else rows
+    entry = Entry(asking, cached + rows, cached, candidates, 0, 0, 0, int(new > 0))
+    slots = row_slots(asking), key_slots(entry.keys)
     sizes = HstuSizes(1, *slots, HEADS, DIM, DIM, "bfloat16")
     gaps_s = np.where(random.random(cached + new) < 0.9, 40, 30_000) * random.exponential(size=cached + new)
     history = gaps_s.astype(np.int64).cumsum()  # sittings of ten, hours apart
@@ -168,19 +179,21 @@ def counted(twin: Twin, cached: int, new: int, candidates: int, seed: int, cores
     pages = -(-(cached + new) // PAGE_TOKENS)
     planes = numbers(pages, PAGE_TOKENS, HEADS, DIM), numbers(pages, PAGE_TOKENS, HEADS, DIM)
     q, k, v = (numbers(1, HEADS, count, DIM) for count in (slots[0], slots[1], slots[1]))
-    u = numbers(rows, WIDTH)
+    u = numbers(asking, WIDTH)
     ids = np.arange(pages, dtype=np.int32)
     hstu_rows(
         twin, sizes, numbers(rows, 4 * WIDTH), meta, ids, planes, (q, k, v, u), q_scale=-0.125, silu_all=True, on=on
     )
     made = twin.cores()
+    if not asking:
+        return Layer(made, (), (), rows, *slots)
     scores = numbers(1, HEADS, *slots)
     hstu_scores(
         twin, sizes, scores, meta, laid.bounds, laid.rows, laid.keys, tables.times.numpy(), tables.near.numpy(), on=on
     )
     weighed = twin.cores()
     norm = np.ones((2, WIDTH), np.float32)
-    out = numbers(rows, 1, WIDTH)
+    out = numbers(asking, 1, WIDTH)
     hstu_finish(twin, sizes, numbers(1, HEADS, slots[0], DIM), u, norm, meta, out, scale=-1e-3, eps=1e-6, on=on)
     return Layer(made, weighed, twin.cores(), rows, *slots)
 
@@ -195,10 +208,12 @@ def lines(seed: int, history: int = 4096, suffix: int = 64, candidates: int = 51
     )
     for name, passes, target_ms in cases:
         layers = [counted(twin, *sizes, seed) for sizes in passes]
-        launches = LAUNCHES * LAYERS * len(layers)
+        last = [counted(twin, *sizes, seed, is_last=True) for sizes in passes]
+        launches = sum(LAUNCHES * (LAYERS - 1) + (LAUNCHES if layer.scores else LAST_LAUNCHES) for layer in last)
         host_ms = launches * DISPATCH_US[0] / 1e3, launches * DISPATCH_US[1] / 1e3
         for column in COLUMNS:
-            ours_ms = LAYERS * sum(layer.us(column) for layer in layers) / 1e3
+            ours_us = (LAYERS - 1) * sum(layer.us(column) for layer in layers) + sum(layer.us(column) for layer in last)
+            ours_ms = ours_us / 1e3
             yield HstuLine(
                 bench="twin",
                 case=f"{name}, {LAYERS} layers, {column.name}",
