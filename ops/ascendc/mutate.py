@@ -428,6 +428,32 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "other size",
         "words.SetValue((uint32_t(i) * kKeyBlock + uint32_t(word)) / 32, bits | 1u << (column - word));",
     ): "both are the same number",
+    (
+        "kernels/children.h",
+        "another number",
+        "for (uint32_t i = 0; i < kColumns; ++i) copy_in(table_[i * pitch_], gm_[i][uint64_t(first)], "
+        "count, int32_t(0));",
+    ): "padding, which nothing reads",
+    (
+        "kernels/children.h",
+        "another number",
+        "copy_in(code, code_[edge], count, int32_t(0));",
+    ): "padding, which nothing reads",
+    (
+        "kernels/row_index.h",
+        "another number",
+        "copy_in(table_, from, count, int32_t(0));",
+    ): "padding, which nothing reads",
+    (
+        "kernels/hstu_bias.h",
+        "another number",
+        "copy_in(in, from, count, int32_t(0));",
+    ): "padding, which nothing reads",
+    (
+        "kernels/hstu_bias.h",
+        "equal: not",
+        "lowest_ == placed_lowest_ && highest_ == placed_highest_;",
+    ): "of one place they are the same; if not, it is made once more",
 }
 
 
