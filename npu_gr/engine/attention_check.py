@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from npu_gr.backend.tiles import TILE_TOKENS
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
@@ -128,7 +129,7 @@ def refusal(got: Observed, want: Observed, spread: float, limit: float) -> str:
     if want.repeats and not got.repeats:
         return f"{got.case.name}: the same request has other scores a second time"
     for what, mine, right in (("scores", got.logits, want.logits), ("keys and values", got.kept, want.kept)):
-        deviation = spread if what == "scores" else float(np.std(np.concatenate(right)))
+        deviation = spread if what == "scores" else max(float(np.std(np.concatenate(right))), 1e-6)
         drift = float(np.max([np.abs(a - b).max(initial=0.0) for a, b in zip(mine, right, strict=True)])) / deviation
         if not drift <= limit:  # a NaN is refused
             return (
@@ -182,17 +183,20 @@ class _Contents:
 
     def __init__(self, arena: KVArena, pages: Sequence[PageRun]) -> None:
         parts = iter(arena.copies(pages))
-        self._of = {page: (next(parts)[:, 0], next(parts)[:, 0]) for page in pages}  # [layer, token, head, dim]
+        self._of = {page: (next(parts)[:, 0], next(parts)[:, 0]) for page in pages}  # [layer, token or tile, head, ..]
+        self._step = TILE_TOKENS if arena.layout.arrangement == "tiles" else 1  # tokens that are written together
 
-    def same(self, other: _Contents, page: PageRun, first: int) -> bool:
-        """Whether the places of a page from `first` on have the same bytes in both."""
+    def same(self, other: _Contents, page: PageRun, num_tokens: int) -> bool:
+        """Whether a page has the same bytes in both behind its first tokens."""
+        first = -(-num_tokens // self._step)
         pairs = zip(self._of[page], other._of[page], strict=True)
         return all(torch.equal(_bytes(one[:, first:]), _bytes(two[:, first:])) for one, two in pairs)
 
     def tokens(self, held: Iterator[tuple[PageRun, int]]) -> F32:
-        """Return what the first places of pages hold, one behind the other."""
-        parts = [plane[:, :count].float().numpy().ravel() for page, count in held for plane in self._of[page]]
-        return np.concatenate([np.zeros(0, np.float32), *parts])
+        """Return what pages hold of their first tokens, one page behind the other; of tiles, the full ones."""
+        full = [(self._of[page], count // self._step) for page, count in held]
+        parts = [plane[:, :count].float().numpy().ravel() for planes, count in full for plane in planes]
+        return np.concatenate([np.zeros(1, np.float32), *parts])
 
 
 def _bytes(numbers: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import islice
 
 import pytest
 
@@ -39,6 +40,12 @@ def test_what_moves_is_what_must() -> None:
     assert 0 <= scores_in < 100_000, "times, tables and windows are little beside"
     cells = layer.key_slots * 4 * 64 * 2 * 2
     assert rows["mte3_bytes"] == cells + 2 * 40 * 4 * 64 * 2, "k and v with their zeros, q and u"
+
+
+def test_a_rank_meets_its_target() -> None:
+    """By both columns; `npu-gr bench twin` prints the prefill's too."""
+    for line in islice(hstu_model.lines(seed=0), 2):
+        assert line.ok, line
 
 
 @pytest.mark.parametrize(("cached", "new", "candidates"), [(2048, 0, 512), (2048, 512, 0)])

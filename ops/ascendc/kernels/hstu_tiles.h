@@ -41,7 +41,7 @@ class HstuTiles {
     heads_ = heads;
     blocks_ = key_slots / kKeyBlock;
     requests_ = requests;
-    history_rows_ = rows;
+    history_rows_ = candidate_rows_ = rows;
     has_history_ = false;
     for (uint32_t request = 0; request < requests; ++request) {
       open(request);
@@ -62,10 +62,10 @@ class HstuTiles {
   // The tiles to come are those that begin at a weight from `from` on, before `to`.
   __aicore__ inline void begin(bool seen, uint32_t from, uint32_t to) {
     seen_ = seen;
-    before_ = line_ = number_ = 0;
+    before_ = 0;
     to_ = to;
     open(0);
-    look();
+    first_line();
     while (has_next() && before_ + number_ * weight_ < from) {
       uint32_t skipped = (from - before_ + weight_ - 1) / weight_;
       number_ = min_of(skipped, tiles_);
@@ -74,13 +74,10 @@ class HstuTiles {
   __aicore__ inline bool has_next() {
     while (number_ >= tiles_ && request_ < requests_) {
       before_ += tiles_ * weight_;
-      number_ = 0;
-      if (++line_ >= row_lines_ + blocks_ * heads_) {
-        line_ = 0;
-        if (++request_ == requests_) return false;
-        open(request_);
-      }
-      look();
+      if (next_line()) continue;
+      if (++request_ == requests_) return false;
+      open(request_);
+      first_line();
     }
     return request_ < requests_ && before_ + number_ * weight_ < to_;
   }
@@ -88,8 +85,7 @@ class HstuTiles {
   __aicore__ inline HstuTile next() {
     uint32_t number = number_++;
     if (line_ < row_lines_) return tile(number % heads_, line_ / 2, span_.place(seen_, number / heads_), false);
-    uint32_t line = line_ - row_lines_;
-    return tile(line / blocks_, span_.place(seen_, number), line % blocks_, true);
+    return tile(head_, span_.place(seen_, number), block_, true);
   }
 
  private:
@@ -111,10 +107,11 @@ class HstuTiles {
   HstuEntry entry_;
   uint32_t requests_, heads_, blocks_, distance_, history_rows_, candidate_rows_, totals_[2];
   // of the open request: queries of history, candidates that are queries and the first one's token, lines of history
-  uint32_t request_, history_, asking_, own_, row_lines_;
+  uint32_t request_, history_, asking_, own_, row_lines_, candidate_tiles_;
   bool seen_, has_history_;
-  uint32_t to_, before_, line_, number_;  // weight of the lines before this one; of the next tile in its line
-  uint32_t tiles_, weight_;               // of the line
+  uint32_t to_, before_, number_;  // weight of the lines before this one; of the next tile in its line
+  uint32_t line_, head_, block_;   // the line: of history, or of candidates
+  uint32_t tiles_, weight_;        // of the line
   Span span_;
 
   __aicore__ inline void open(uint32_t request) {
@@ -124,16 +121,34 @@ class HstuTiles {
     asking_ = entry_.rows - history_;
     own_ = entry_.keys - asking_;
     row_lines_ = 2 * blocks_of(history_, history_rows_);
+    candidate_tiles_ = blocks_of(asking_, candidate_rows_);
   }
   __aicore__ inline void add(const Span &span) {
     totals_[0] += span.count(false) * heads_;
     totals_[1] += span.count(true) * heads_ * span.weight;
   }
+  // Every core passes all lines before its own, on its scalar unit: neither divides.
+  __aicore__ inline void first_line() {
+    line_ = head_ = block_ = 0;
+    look();
+  }
+  __aicore__ inline bool next_line() {
+    if (line_ < row_lines_) {
+      ++line_;
+    } else if (++block_ == blocks_) {
+      block_ = 0;
+      ++head_;
+    }
+    if (head_ == heads_) return false;
+    look();
+    return true;
+  }
   __aicore__ inline void look() {
     bool history = line_ < row_lines_;
-    span_ = history ? of_history(line_) : of_candidates((line_ - row_lines_) % blocks_);
+    span_ = history ? of_history(line_) : of_candidates(block_);
     tiles_ = span_.count(seen_) * (history ? heads_ : 1);
     weight_ = seen_ ? span_.weight : 1;
+    number_ = 0;
   }
   __aicore__ inline static uint32_t blocks_of(uint32_t count, uint32_t block) { return (count + block - 1) / block; }
   // Of a block of history queries: its far key blocks, or its others.
@@ -146,7 +161,7 @@ class HstuTiles {
   }
   // Of a key block: its blocks of candidates. Behind the history each candidate sees its own key alone.
   __aicore__ inline Span of_candidates(uint32_t block) const {
-    uint32_t all = blocks_of(asking_, candidate_rows_), key = block * kKeyBlock, behind = key + kKeyBlock;
+    uint32_t all = candidate_tiles_, key = block * kKeyBlock, behind = key + kKeyBlock;
     uint32_t limit = entry_.keys - entry_.targets;
     if (key < limit) return {0, all, 0, all, behind <= limit ? kFullWeight : kPartWeight};
     if (behind <= own_ || key >= entry_.keys) return {0, all, 0, 0, kPartWeight};
