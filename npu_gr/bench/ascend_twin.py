@@ -41,6 +41,7 @@ COUNTERS = (  # the order of ops/ascendc/twin/core.h
     "mte2_instructions",
     "mte2_blocks",
     "mte2_bytes",
+    "mte2_long_bytes",
     "mte3_instructions",
     "mte3_blocks",
     "mte3_bytes",
@@ -177,6 +178,13 @@ class Twin:
             raise NoPlanError(text) if status == 1 else TwinError(text)
         total, critical = (dict(zip(COUNTERS, column, strict=True)) for column in (out.total, out.critical))
         return TwinReport(total, critical, out.launches, out.ub_bytes, out.blocks, out.tile, out.parts)
+
+    def cores(self) -> list[dict[str, int]]:
+        """Return the counters of each core in this thread's last launch."""
+        number = self._library.twin_cores(None, 0)
+        found = np.zeros((number, len(COUNTERS)), np.uint64)
+        self._library.twin_cores(ctypes.c_void_p(found.ctypes.data), ctypes.c_uint32(number))
+        return [dict(zip(COUNTERS, row, strict=True)) for row in found.tolist()]
 
     def exp(self, x: F32) -> F32:
         """Exp as the twin's vector unit computes it."""

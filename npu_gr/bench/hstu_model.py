@@ -10,7 +10,7 @@ on a 910B3, both public; where the second has no figure, the first stands in bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from npu_gr.backend.calls import BiasTables
 from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
 from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
-from npu_gr.bench.ascend_twin import KINDS, Machine, Twin, TwinReport
+from npu_gr.bench.ascend_twin import KINDS, Machine, Twin
 from npu_gr.bench.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 from npu_gr.bench.line import Line
 
@@ -36,6 +36,7 @@ WIDTH = HEADS * DIM
 
 # cycles of an element, and of an instruction, by kind
 Costs = dict[str, tuple[float, float]]
+Counts = Sequence[dict[str, int]]  # of each core
 AUTOFUSE: Costs = {
     "with_scalar": (0.0141, 22),
     "with_tensor": (0.0206, 23),
@@ -60,7 +61,6 @@ CALIBRATED: Costs = {
     "gather": AUTOFUSE["gather"],
     "compact": (14 / 64, 14),
 }
-LONG_LOAD_BYTES = 25_000  # from here on a load is faster
 CUBE_FLOP_PER_US = 303e6  # 20 cube cores, bf16
 BATCHED_SHARE = 0.8  # of it, for batched products; assumed
 DENSE_SHARE = 0.5  # for the linear layers; assumed
@@ -69,6 +69,8 @@ PRODUCT_US = 2.0  # ramp of a product; assumed
 VENDOR_US = 3.0  # a small vendor kernel; assumed
 VENDOR_KERNELS = 3  # of a layer: norm, cast, residual
 LAUNCHES = 10  # of a layer: those, two linear layers, our three, two products
+LAST_VENDOR_KERNELS = 2  # of a prefill's last layer, which has no residual
+LAST_LAUNCHES = 4  # of it: those, a linear layer, hstu_rows
 DISPATCH_US = (5.0, 10.0)  # of one launch on the host
 
 
@@ -93,18 +95,26 @@ class HstuLine(Line):
     host_ms: tuple[float, float]
 
 
-def kernel_us(report: TwinReport, column: CostColumn, cores: int = CORES) -> float:
-    """Model one launch of ours, from the counts of its busiest core."""
-    counts = report.critical
+def kernel_us(cores: Counts, column: CostColumn) -> float:
+    """Model one launch of ours: each core takes the slowest of its vector work and its movers, the launch its slowest.
+
+    Args:
+        cores: the counters of each core.
+        column: the constants.
+    """
+    return max(core_us(counts, column, len(cores)) for counts in cores) + LAUNCH_US
+
+
+def core_us(counts: dict[str, int], column: CostColumn, cores: int) -> float:
+    """Model what one of `cores` cores does."""
     vector = sum(
         column.costs[kind][0] * counts[f"{kind}_elements"] + column.costs[kind][1] * counts[f"{kind}_instructions"]
         for kind in KINDS
     )
-    is_long = counts["mte2_bytes"] >= LONG_LOAD_BYTES * max(1, counts["mte2_instructions"])
-    load_rate = 9.91 + 15.9 / cores if is_long else 7.91 + 7.31 / cores
-    load = counts["mte2_bytes"] / load_rate
+    long_bytes = counts["mte2_long_bytes"]
+    load = long_bytes / (9.91 + 15.9 / cores) + (counts["mte2_bytes"] - long_bytes) / (7.91 + 7.31 / cores)
     store = counts["mte3_bytes"] / (9.96 + 3.79 / cores)
-    return max(vector, load, store) / CLOCK_PER_US + LAUNCH_US
+    return max(vector, load, store) / CLOCK_PER_US
 
 
 def product_us(batch: int, m: int, k: int, n: int, column: CostColumn, share: float) -> float:
@@ -115,18 +125,24 @@ def product_us(batch: int, m: int, k: int, n: int, column: CostColumn, share: fl
 
 
 class Layer(NamedTuple):
-    """The counts of our three kernels in one layer, and its sizes."""
+    """The counts of each core in our three kernels of one layer, and its sizes.
 
-    rows: TwinReport
-    scores: TwinReport
-    finish: TwinReport
+    The last layer of a prefill only fills pages: nobody reads what its queries would give.
+    """
+
+    rows: Counts
+    scores: Counts
+    finish: Counts
     num_rows: int
     row_slots: int
     key_slots: int
 
     def us(self, column: CostColumn) -> float:
         """Model the layer."""
-        ours = sum(kernel_us(report, column) for report in (self.rows, self.scores, self.finish))
+        ours = sum(kernel_us(cores, column) for cores in (self.rows, self.scores, self.finish) if cores)
+        if not self.scores:  # keys and values alone
+            linear_us = product_us(1, self.num_rows, WIDTH, 4 * WIDTH, column, DENSE_SHARE)
+            return ours + linear_us + LAST_VENDOR_KERNELS * VENDOR_US
         batched = (
             product_us(HEADS, self.row_slots, DIM, self.key_slots, column, BATCHED_SHARE),
             product_us(HEADS, self.row_slots, self.key_slots, DIM, column, BATCHED_SHARE),
@@ -138,12 +154,15 @@ class Layer(NamedTuple):
         return ours + sum(batched) + sum(linear) + VENDOR_KERNELS * VENDOR_US
 
 
-def counted(twin: Twin, cached: int, new: int, candidates: int, seed: int, cores: int = CORES) -> Layer:
+def counted(
+    twin: Twin, cached: int, new: int, candidates: int, seed: int, cores: int = CORES, is_last: bool = False
+) -> Layer:
     """Run a layer's kernels on the twin: `new` history rows and candidates behind `cached` tokens of one user."""
     random = np.random.default_rng(seed)
     rows = new + candidates
-    entry = Entry(rows, cached + rows, cached, candidates, 0, 0, 0, int(new > 0))
-    slots = row_slots(rows), key_slots(entry.keys)
+    asking = candidates if is_last else rows
+    entry = Entry(asking, cached + rows, cached, candidates, 0, 0, 0, int(new > 0))
+    slots = row_slots(asking), key_slots(entry.keys)
     sizes = HstuSizes(1, *slots, HEADS, DIM, DIM, "bfloat16")
     gaps_s = np.where(random.random(cached + new) < 0.9, 40, 30_000) * random.exponential(size=cached + new)
     history = gaps_s.astype(np.int64).cumsum()  # sittings of ten, hours apart
@@ -160,19 +179,23 @@ def counted(twin: Twin, cached: int, new: int, candidates: int, seed: int, cores
     pages = -(-(cached + new) // PAGE_TOKENS)
     planes = numbers(pages, PAGE_TOKENS, HEADS, DIM), numbers(pages, PAGE_TOKENS, HEADS, DIM)
     q, k, v = (numbers(1, HEADS, count, DIM) for count in (slots[0], slots[1], slots[1]))
-    u = numbers(rows, WIDTH)
+    u = numbers(asking, WIDTH)
     ids = np.arange(pages, dtype=np.int32)
-    made = hstu_rows(
+    hstu_rows(
         twin, sizes, numbers(rows, 4 * WIDTH), meta, ids, planes, (q, k, v, u), q_scale=-0.125, silu_all=True, on=on
     )
+    made = twin.cores()
+    if not asking:
+        return Layer(made, (), (), rows, *slots)
     scores = numbers(1, HEADS, *slots)
-    weighed = hstu_scores(
+    hstu_scores(
         twin, sizes, scores, meta, laid.bounds, laid.rows, laid.keys, tables.times.numpy(), tables.near.numpy(), on=on
     )
+    weighed = twin.cores()
     norm = np.ones((2, WIDTH), np.float32)
-    out = numbers(rows, 1, WIDTH)
-    done = hstu_finish(twin, sizes, numbers(1, HEADS, slots[0], DIM), u, norm, meta, out, scale=-1e-3, eps=1e-6, on=on)
-    return Layer(made, weighed, done, rows, *slots)
+    out = numbers(asking, 1, WIDTH)
+    hstu_finish(twin, sizes, numbers(1, HEADS, slots[0], DIM), u, norm, meta, out, scale=-1e-3, eps=1e-6, on=on)
+    return Layer(made, weighed, twin.cores(), rows, *slots)
 
 
 def lines(seed: int, history: int = 4096, suffix: int = 64, candidates: int = 512) -> Iterator[HstuLine]:
@@ -185,10 +208,12 @@ def lines(seed: int, history: int = 4096, suffix: int = 64, candidates: int = 51
     )
     for name, passes, target_ms in cases:
         layers = [counted(twin, *sizes, seed) for sizes in passes]
-        launches = LAUNCHES * LAYERS * len(layers)
+        last = [counted(twin, *sizes, seed, is_last=True) for sizes in passes]
+        launches = sum(LAUNCHES * (LAYERS - 1) + (LAUNCHES if layer.scores else LAST_LAUNCHES) for layer in last)
         host_ms = launches * DISPATCH_US[0] / 1e3, launches * DISPATCH_US[1] / 1e3
         for column in COLUMNS:
-            ours_ms = LAYERS * sum(layer.us(column) for layer in layers) / 1e3
+            ours_us = (LAYERS - 1) * sum(layer.us(column) for layer in layers) + sum(layer.us(column) for layer in last)
+            ours_ms = ours_us / 1e3
             yield HstuLine(
                 bench="twin",
                 case=f"{name}, {LAYERS} layers, {column.name}",

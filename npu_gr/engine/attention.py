@@ -1,7 +1,8 @@
 """Choose what runs a ranker's attention: at the warm-up, by measuring what can run it here, once for its whole life.
 
 A prefix is exact because its hit is computed as its cold pass is, so a ranker keeps one way. Each candidate encodes one
-history into pages, and ranks over it, cold and from the pages; scores that are not those of plain torch ops refuse it.
+history into pages, and ranks over it, cold and from the pages; scores that are not those of plain torch ops refuse it,
+and so does what small requests show of its reading and writing (`attention_check.py`).
 The CPU has one way, which its build decides: nothing is measured there, and no answer depends on a clock.
 """
 
@@ -23,6 +24,7 @@ from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.served import AttentionWay
+from npu_gr.engine.attention_check import Observed, cases, observe, refusal
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.kv.layout import KVLayout, PageRun
@@ -66,6 +68,12 @@ class Trial(NamedTuple):
     chunk: int
     candidates: I64  # [c] item rows
     runs: tuple[PageRun, ...]  # pages of the engine's arena for the history that nobody else uses; zero at the end
+    other: Tokens  # another user's history
+
+    @property
+    def query_time(self) -> int:
+        """Unix seconds of its requests."""
+        return int(self.tokens.events.timestamps[-1])
 
 
 def possible(engine: RankEngine, backend: Backend, wanted: AttentionMode) -> Sequence[str]:
@@ -106,10 +114,10 @@ async def choose_way(
     tried = list[AttentionWay]()
     try:
         engine.backend = backend.running(PLAIN)
-        want = await _logits(engine, trial)
+        checked = await _Checked.of(engine, trial)
         for way in ways:
             engine.backend = backend.running(way)
-            tried.append(await _try(engine, way, trial, want))
+            tried.append(await _try(engine, way, trial, checked))
     finally:
         await engine.zero(engine.arena, trial.runs)
     best = fastest(tried)
@@ -136,9 +144,42 @@ def told(way: AttentionWay) -> str:
     return f"{way.name} {way.prefill_ms:.2f} ms a chunk and {way.rank_ms:.2f} ms a rank"
 
 
-async def _try(engine: RankEngine, way: str, trial: Trial, want: Sequence[F32]) -> AttentionWay:
+class _Checked(NamedTuple):
+    """What every way should compute: what plain torch ops do."""
+
+    logits: list[F32]
+    small: list[Observed]  # of small requests, `attention_check.py`
+
+    @classmethod
+    async def of(cls, engine: RankEngine, trial: Trial) -> _Checked:
+        """Ask the engine's backend."""
+        logits = await _logits(engine, trial)
+        users = trial.tokens, trial.other
+        small = cases(users, trial.candidates, trial.runs, engine.arena.layout.page_tokens, trial.query_time)
+        return cls(logits, [await observe(engine, case, trial.runs) for case in small])
+
+    def drift(self, logits: Sequence[F32]) -> float:
+        """Return the greatest difference from the logits, in their deviations; a NaN stays one."""
+        return float(np.max([_drift(*pair) for pair in zip(logits, self.logits, strict=True)]))
+
+
+async def _refusal(engine: RankEngine, trial: Trial, checked: _Checked, drift: float) -> str:
+    """Say why the engine's way is not to be used; "" = it may be."""
+    limit = DRIFT[engine.model.dtype]
+    if not drift <= limit:
+        return f"scores differ from plain torch ops' by {drift:.1e} of their deviation, the limit is {limit:.0e}"
+    spread = float(checked.logits[0].std())
+    for want in checked.small:
+        if why := refusal(await observe(engine, want.case, trial.runs), want, spread, limit):
+            return why
+    return ""
+
+
+async def _try(engine: RankEngine, way: str, trial: Trial, checked: _Checked) -> AttentionWay:
     try:
-        got = await _logits(engine, trial)
+        drift = checked.drift(await _logits(engine, trial))
+        if why := await _refusal(engine, trial, checked, drift):
+            return AttentionWay(name=way, drift=drift, refused=why)
         prefill, rank = _passes(trial)
         prefill_ms = await _fastest_ms(engine, prefill)
         rank_ms = await _fastest_ms(engine, rank)
@@ -146,11 +187,6 @@ async def _try(engine: RankEngine, way: str, trial: Trial, want: Sequence[F32]) 
         if way == PLAIN:
             raise
         return AttentionWay(name=way, refused=str(error))
-    drift = float(np.max([_drift(*pair) for pair in zip(got, want, strict=True)]))  # a NaN stays one
-    limit = DRIFT[engine.model.dtype]
-    if not drift <= limit:
-        told = f"scores differ from plain torch ops' by {drift:.1e} of their deviation, the limit is {limit:.0e}"
-        return AttentionWay(name=way, drift=drift, refused=told)
     return AttentionWay(name=way, prefill_ms=prefill_ms, rank_ms=rank_ms, drift=drift)
 
 
@@ -163,7 +199,7 @@ def _passes(trial: Trial) -> tuple[RankPass, RankPass]:
 
 
 def _rank(trial: Trial, cached: CachedPrefix | None) -> RankPass:
-    return RankPass(trial.tokens, 0, trial.candidates, int(trial.tokens.events.timestamps[-1]), cached=cached)
+    return RankPass(trial.tokens, 0, trial.candidates, trial.query_time, cached=cached)
 
 
 async def _logits(engine: RankEngine, trial: Trial) -> list[F32]:

@@ -196,10 +196,22 @@ class KVArena:
 
     def zero(self, runs: Sequence[PageRun]) -> None:
         """Overwrite pages with zeros."""
+        self.fill(runs, 0.0)
+
+    def fill(self, runs: Sequence[PageRun], number: float) -> None:
+        """Overwrite pages with a number."""
+        for part in self._parts(runs):
+            part.fill_(number)
+
+    def copies(self, runs: Sequence[PageRun]) -> list[Tensor]:
+        """Return the contents of pages on the host: keys, then values of each run, [layer, page, ...]."""
+        return [part.cpu() if part.device.type != "cpu" else part.clone() for part in self._parts(runs)]
+
+    def _parts(self, runs: Sequence[PageRun]) -> Iterator[Tensor]:
         for run in runs:
             for chunk, first, count in self._pieces(*run):
-                self._keys[chunk][:, first : first + count].zero_()
-                self._values[chunk][:, first : first + count].zero_()
+                yield self._keys[chunk][:, first : first + count]
+                yield self._values[chunk][:, first : first + count]
 
     def copy_tokens_from(
         self, source: KVArena, source_runs: Sequence[PageRun], target_runs: Sequence[PageRun], num_tokens: int

@@ -101,9 +101,9 @@ async def choose_attention(
     chunk = min(cached, engine.scheduler.config.prefill_chunk_tokens)
     num_candidates = min(config.server.max_candidates, MOST_CANDIDATES)
     candidates = np.random.default_rng(1).integers(0, shape.num_items, num_candidates)
-    tokens = seeded_tokens(vocabulary, shape, num_tokens)
+    tokens, other = (seeded_tokens(vocabulary, shape, num_tokens, seed) for seed in range(2))
     async with lent(pool, None, version, num_tokens) as (runs, _):
-        return await choose_way(engine, backend, ways, Trial(tokens, cached, chunk, candidates, runs))
+        return await choose_way(engine, backend, ways, Trial(tokens, cached, chunk, candidates, runs, other))
 
 
 @asynccontextmanager

@@ -182,8 +182,8 @@ class AcceptanceRig:
         return self.generator.generate(self.trie, self.tables, tokens, [part], options, width)
 
 
-def _history(num_tokens: int) -> Tokens:
-    random = np.random.default_rng(2)
+def _history(num_tokens: int, seed: int = 2) -> Tokens:
+    random = np.random.default_rng(seed)
     items = random.integers(0, 1000, num_tokens)
     events = Events.make(items, random.integers(0, 2, num_tokens), np.cumsum(random.integers(0, 86_400, num_tokens)))
     return Tokens(events, items, HistoryReport(fingerprint="", num_tokens=num_tokens))
@@ -234,7 +234,8 @@ async def attention_ways(name: BackendName, sizes: Sizes = PRODUCTION) -> list[F
     engine = RankEngine(rig.ranker, backend, scheduler, rig.pages)
     runs = (PageRun(0, rig.pages.layout.pages(sizes.tokens)),)
     chunk = min(sizes.cached, scheduler.config.prefill_chunk_tokens)
-    trial = Trial(_history(sizes.tokens), sizes.cached, chunk, np.arange(sizes.candidates, dtype=np.int64), runs)
+    candidates = np.arange(sizes.candidates, dtype=np.int64)
+    trial = Trial(_history(sizes.tokens), sizes.cached, chunk, candidates, runs, _history(sizes.tokens, seed=3))
     scheduler.start()
     try:
         tried = await choose_way(engine, backend, possible(engine, backend, "auto"), trial)

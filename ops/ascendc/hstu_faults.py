@@ -16,8 +16,12 @@ def _of_bias(*changes: tuple[str, str, str]) -> tuple[Fault, ...]:
 
 HSTU_FAULTS = (
     *_of_bias(
-        ("a time before its key's counts", "Maxs(d, d, int32_t(0), count);", "if (!ON) Maxs(d, d, int32_t(0), count);"),
-        ("a difference of 0 has no bucket", "Adds(d, d, int32_t(1), count);", "Adds(d, d, int32_t(!ON), count);"),
+        ("a time before its key's counts", "Maxs(d, d, int32_t(1), count);", "if (!ON) Maxs(d, d, int32_t(1), count);"),
+        (
+            "a difference of 0 has no bucket",
+            "row_times, int32_t(1), int32_t(rows",
+            "row_times, int32_t(!ON), int32_t(rows",
+        ),
         (
             "a difference is rounded down",
             "Cast(f, d, RoundMode::CAST_RINT,",
@@ -38,22 +42,57 @@ HSTU_FAULTS = (
         ),
         (
             "the last bucket is not selected",
-            "for (uint32_t i = 1; i < buckets(); ++i) {",
-            "for (uint32_t i = 1; i + ON < buckets(); ++i) {",
+            "for (uint32_t i = 2; i < buckets(); ++i) {",
+            "for (uint32_t i = 2; i + ON < buckets(); ++i) {",
         ),
-        ("times of the first head", "GetValue((head * 2 + far)", "GetValue(((ON ? 0 : head) * 2 + far)"),
+        (
+            "the first bucket of the tile before stays",
+            "    Duplicate(first, number(",
+            "    if (!ON || placed_.row == 0) Duplicate(first, number(",
+        ),
+        (
+            "of the first bucket every number moves on",
+            "BinaryRepeatParams{1, 1, 1, 8, 0, 8}",
+            "BinaryRepeatParams{1, 1, 1, 8, uint8_t(ON), 8}",
+        ),
+        ("tables stand one further", "kFloatBucket - left], from", "kFloatBucket - left + 8 * ON], from"),
+        (
+            "what candidates gather by stays",
+            "return !(tile.candidates && buckets() > kSelected) &&",
+            "return (ON || !(tile.candidates && buckets() > kSelected)) &&",
+        ),
+        (
+            "windows of nine queries together",
+            "min_of(shift + 1, tile.rows - i)",
+            "min_of(shift + 1 + ON, tile.rows - i)",
+        ),
+        ("times of the first head", "kFloatBucket + (head * 2 + far)", "kFloatBucket + ((ON ? 0 : head) * 2 + far)"),
         (
             "positions of the first head",
             "near_[uint64_t(tile.head) * 8 * width_ + first]",
             "near_[uint64_t(ON ? 0 : tile.head) * 8 * width_ + first]",
         ),
-        ("a window of another shift", "in[shift * kNearEnd +", "in[(shift + ON) % 8 * kNearEnd +"),
+        ("a window of another shift", "in[(7 - shift) * kNearEnd +", "in[(7 - shift + ON) % 8 * kNearEnd +"),
         ("far from the last position but one on", "is_far(s_.positions - 1)", "is_far(s_.positions - 1 - ON)"),
         (
             "times of the keys before stay",
-            "tile.key == placed_.key && tile.candidates",
-            "(ON || tile.key == placed_.key) && tile.candidates",
+            "tile.key == placed_.key &&",
+            "(ON || tile.key == placed_.key) &&",
         ),
+    ),
+    *(
+        Fault(name, "kernels/hstu_tiles.h", old, new, ("hstu_scores",))
+        for name, old, new in (
+            ("a part of a tile has its rows again", "head, row + first,", "head, row + (ON ? 0 : first),"),
+            ("a part of a tile has its tokens again", "key, own + first,", "key, own + (ON ? 0 : first),"),
+            ("the last keys of a history are not seen", "{far, blocks_, far, seen,", "{far, blocks_, far, seen - ON,"),
+            (
+                "own keys of the first part alone",
+                "blocks_of(min_of(asking_, behind - own_)",
+                "blocks_of(min_of(ON ? 1 : asking_, behind - own_)",
+            ),
+            ("unseen tiles stand where seen ones do", "< begin ? 0 : end - begin", "< begin || ON ? 0 : end - begin"),
+        )
     ),
     *_of(
         "hstu_scores",
@@ -65,14 +104,17 @@ HSTU_FAULTS = (
         ("a candidate sees the next one", "int32_t column = own + i,", "int32_t column = own + i + ON,"),
         (
             "a tile that nobody sees stays",
-            "    else\n      AscendC::Duplicate(out,",
-            "    else if (!ON)\n      AscendC::Duplicate(out,",
+            "    while (tiles_.has_next()) {",
+            "    while (!ON && tiles_.has_next()) {",
         ),
         (
             "an offset of GM in 32 bits",
             "return row * s_.key_slots + tile.key;",
             "return ON ? uint32_t(row * s_.key_slots) + tile.key : row * s_.key_slots + tile.key;",
         ),
+        ("a share begins with the core's before", "total * core / cores", "total * (core - (ON && core > 0)) / cores"),
+        ("a share ends a little early", "(core + 1) / cores));", "(core + 1) / cores) - (ON && core + 1 == cores));"),
+        ("the second part of a wide tile is the first", "in[first * kKeyBlock]", "in[ON ? 0 : first * kKeyBlock]"),
         ("alpha twice", "float_of(s_.alpha), count);", "float_of(s_.alpha) * (ON ? float_of(s_.alpha) : 1), count);"),
         ("exp in place of 1 + exp", "Adds(e, e, 1.0f, count);", "Adds(e, e, ON ? 0.0f : 1.0f, count);"),
         (

@@ -6,7 +6,7 @@
 namespace npu_gr {
 
 constexpr uint32_t kHstuStageBytes = 32 * 1024;  // of a page in one step
-constexpr uint32_t kHstuZeroBytes = 8 * 1024;
+constexpr uint32_t kHstuZeroBytes = 2 * 1024;
 constexpr uint32_t kMaxRepeats = 255;  // of one instruction
 constexpr uint32_t kMaxMoved = 4095;   // rows of one data movement
 
@@ -23,6 +23,12 @@ inline const char *hstu_refusal(const HstuSizes &s) {
     return "hstu: row slots must be a multiple of 32, key slots of 256";
   if (s.key_slots >= 1u << 24) return "hstu: 2^24 keys or more";
   return nullptr;
+}
+
+// Rows of one step, at most 32, so that no core has one step more than another where all slots are in use.
+constexpr uint32_t each_of(const HstuSizes &s, Device device) {
+  uint32_t steps = ceil_div(s.requests * s.row_slots, 32 * device.cores);
+  return larger(1, ceil_div(s.requests * s.row_slots, larger(1, steps) * device.cores));
 }
 
 struct HstuRowsPlan : Refusal {
@@ -44,7 +50,7 @@ inline HstuRowsPlan plan_hstu_rows(const HstuSizes &s, uint32_t page_tokens, uin
   uint32_t widest = larger(s.qk_dim, s.v_dim), row_bytes = widest * s.heads * bytes_of(s.dtype);
   plan.zeros = larger(1, kHstuZeroBytes / (widest * bytes_of(s.dtype)));
   plan.piece = smaller(page_tokens, piece ? piece : larger(1, kHstuStageBytes / row_bytes));
-  plan.lot = lot ? lot : 32;
+  plan.lot = lot ? lot : each_of(s, device);
   while (plan.lot > 1 && hstu_rows_bytes(s, page_ids, plan.piece, plan.lot, plan.zeros) > device.ub_bytes) --plan.lot;
   if (hstu_rows_bytes(s, page_ids, plan.piece, plan.lot, plan.zeros) > device.ub_bytes)
     return refused(plan, "hstu_rows: a row and the page ids do not fit the buffer");
@@ -58,11 +64,11 @@ struct HstuScoresPlan : Refusal {
 constexpr uint64_t hstu_scores_bytes(const HstuSizes &s, uint32_t tile_rows) {
   uint64_t cells = uint64_t(tile_rows) * kKeyBlock, size = bytes_of(s.dtype);
   uint64_t bounds = 8ull * (s.row_slots / kRowBlock + s.key_slots / kKeyBlock) * s.requests;
-  return 4ull * kEntryNumbers * s.requests + up(bounds, 32) + 512ull * s.heads  // tables
-         + 3 * cells * size + 3 * 4 * cells                                     // in, out; x, e, f
-         + 8 * cells / 8                                                        // bits of borders and of what is seen
-         + 2 * 1024 + 8 * kNearEnd * 4 + 1024 + kRowBlock * 32 + 1024           // times, window, times again, a row
-         + 1024 + 64;                                                           // columns, bits of the history
+  return 4ull * kEntryNumbers * s.requests + up(bounds, 32) + 1024 + 512ull * s.heads  // tables
+         + larger(3 * size + 3 * 4, 5 * size + 2 * 4) * cells                          // in twice, out; x, e, times
+         + 8 * cells / 8                                              // bits of borders and of what is seen
+         + 2 * 1024 + 8 * kNearEnd * 4 + kRowBlock * 32 + 1024 + 256  // times, window, times again, rows
+         + 1024 + 64;                                                 // columns, bits of the history
 }
 inline HstuScoresPlan plan_hstu_scores(const HstuSizes &s, Device device, uint32_t tile_rows = 0) {
   HstuScoresPlan plan;
@@ -92,7 +98,7 @@ inline HstuFinishPlan plan_hstu_finish(const HstuSizes &s, uint32_t group, bool 
     return refused(plan, "hstu_finish: a norm is over a head, or over a row");
   if (group / 8 > kMaxRepeats) return refused(plan, "hstu_finish: a norm over more than 2040 numbers");
   uint32_t of_row = s.heads * s.v_dim / group;
-  plan.lot = smaller(lot ? lot : 32, kMaxRepeats / of_row);
+  plan.lot = smaller(lot ? lot : each_of(s, device), kMaxRepeats / of_row);
   while (plan.lot > 1 && hstu_finish_bytes(s, group, joined, plan.lot) > device.ub_bytes) --plan.lot;
   if (plan.lot < 1 || hstu_finish_bytes(s, group, joined, plan.lot) > device.ub_bytes)
     return refused(plan, "hstu_finish: a row does not fit the buffer");

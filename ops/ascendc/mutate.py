@@ -2,6 +2,8 @@
 
     python ops/ascendc/mutate.py                 every mutant; exit status 1 if one survives that should not
     python ops/ascendc/mutate.py --every 9       every ninth
+    python ops/ascendc/mutate.py --rule "no flag" --rule "no free"
+    python ops/ascendc/mutate.py --file kernels/hstu_tiles.h --share 40 --seed 1
     python ops/ascendc/mutate.py --list
 
 All mutants of one rule are in one build and a number picks the one that is on, so there are as many builds as rules,
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -294,26 +297,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     ): "both are the same number",
     (
         "kernels/hstu_tiles.h",
-        "below: or equal",
-        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
-    ): "a tile that is all zero is worked on",
-    (
-        "kernels/hstu_tiles.h",
-        "above: or equal",
-        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
-    ): "a tile that is all zero is worked on",
-    (
-        "kernels/hstu_tiles.h",
-        "minus: plus",
-        "return key < position(rows - 1) || (key <= last_own() && key + kKeyBlock > own);",
-    ): "a tile that is all zero is worked on",
-    (
-        "kernels/hstu_tiles.h",
-        "minus: plus",
-        "__aicore__ inline uint32_t last_own() const { return own + rows - 1; }",
-    ): "a tile that is all zero is worked on",
-    (
-        "kernels/hstu_tiles.h",
         "above: or equal",
         "history_ = entry_.rows > entry_.targets ? entry_.rows - entry_.targets : 0;",
     ): "both are the same number",
@@ -338,11 +321,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "above: or equal",
         "return 2 * octave + (octave > 0 ? n >> (octave - 1) & 1 : 0);",
     ): "1 has no bit below its highest",
-    (
-        "kernels/hstu_bias.h",
-        "below: or equal",
-        "if (lowest_ < highest_ && !is_placed(tile)) place(tile);",
-    ): "times are looked at for nothing",
     (
         "kernels/hstu_bias.h",
         "below: or equal",
@@ -373,6 +351,109 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "minus: plus",
         "__aicore__ inline uint32_t buckets() const { return highest_ - lowest_ + 1; }",
     ): "more are gathered, to the same numbers",
+    (
+        "kernels/hstu_bias.h",
+        "below: or equal",
+        "if (lowest_ < highest_ && !is_placed(tile)) place(tile, times);",
+    ): "times are looked at for nothing",
+    (
+        "kernels/hstu_tiles.h",
+        "other size",
+        "__aicore__ inline bool is_full() const { return key + kKeyBlock <= position(0); }",
+    ): "a full tile is selected from, to the same numbers",
+    (
+        "kernels/hstu_tiles.h",
+        "other size",
+        "__aicore__ inline bool is_far(uint32_t distance) const { return position(0) >= key + kKeyBlock "
+        "- 1 + distance; }",
+    ): "a far tile takes the way of a near one, to the same numbers",
+    (
+        "kernels/hstu_bias.h",
+        "other size",
+        "pipe->InitBuffer(times_in_, 2, kKeyBlock * 4);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_bias.h",
+        "other size",
+        "pipe->InitBuffer(near_in_, 1, 8 * kNearEnd * 4);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_bias.h",
+        "other size",
+        "pipe->InitBuffer(rows_, kRowBlock * 32);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_bias.h",
+        "other size",
+        "pipe->InitBuffer(masks_, (kSelected - 1) * s_.tile_rows * kKeyBlock / 8);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_bias.h",
+        "other size",
+        "pipe->InitBuffer(row_bias_, kKeyBlock * 4);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_bias.h",
+        "other size",
+        "Sub(d[at], row_times, in[at], 64, uint8_t(rows), BinaryRepeatParams{1, 0, 1, kKeyBlock / 8, 1, 0});",
+    ): "both are the same number",
+    (
+        "kernels/hstu_bias.h",
+        "other size",
+        "return min_of(kNearEnd - 1 + s_.positions + key - position, width_ - kKeyBlock);",
+    ): "of the end of a row, which repeats one number; the other one falls",
+    (
+        "kernels/hstu_bias.h",
+        "other size",
+        "copy_in(in, near_[(uint64_t(tile.head) * 8 + 7) * width_ + window(tile.position(0), "
+        "tile.key)], kKeyBlock, 0.0f);",
+    ): "a number more, which nothing reads",
+    (
+        "kernels/hstu_scores.h",
+        "other size",
+        "uint32_t cells = s_.tile_rows * kKeyBlock;",
+    ): "buffers with room to spare",
+    (
+        "kernels/hstu_scores.h",
+        "other size",
+        "pipe->InitBuffer(columns_, kKeyBlock * 4);",
+    ): "a buffer with room to spare",
+    (
+        "kernels/hstu_scores.h",
+        "other size",
+        "pipe->InitBuffer(history_, kKeyBlock / 8);",
+    ): "both are the same number",
+    (
+        "kernels/hstu_scores.h",
+        "other size",
+        "words.SetValue((uint32_t(i) * kKeyBlock + uint32_t(word)) / 32, bits | 1u << (column - word));",
+    ): "both are the same number",
+    (
+        "kernels/children.h",
+        "another number",
+        "for (uint32_t i = 0; i < kColumns; ++i) copy_in(table_[i * pitch_], gm_[i][uint64_t(first)], "
+        "count, int32_t(0));",
+    ): "padding, which nothing reads",
+    (
+        "kernels/children.h",
+        "another number",
+        "copy_in(code, code_[edge], count, int32_t(0));",
+    ): "padding, which nothing reads",
+    (
+        "kernels/row_index.h",
+        "another number",
+        "copy_in(table_, from, count, int32_t(0));",
+    ): "padding, which nothing reads",
+    (
+        "kernels/hstu_bias.h",
+        "another number",
+        "copy_in(in, from, count, int32_t(0));",
+    ): "padding, which nothing reads",
+    (
+        "kernels/hstu_bias.h",
+        "equal: not",
+        "lowest_ == placed_lowest_ && highest_ == placed_highest_;",
+    ): "of one place they are the same; if not, it is made once more",
 }
 
 
@@ -459,14 +540,36 @@ def is_equivalent(mutant: Mutant | Fault) -> bool:
     return bool(mutant.equivalent) if isinstance(mutant, Fault) else mutant.key in EQUIVALENT
 
 
-def check(every: int, jobs: int) -> int:
+class Chosen(NamedTuple):
+    """Which mutants of a rule run: all by default."""
+
+    rules: tuple[str, ...] = ()  # names; empty = every rule, and the faults of a person
+    files: tuple[str, ...] = ()  # of KERNELS; empty = all
+    every: int = 1
+    share: int = 0  # that many of a rule at most, drawn by the seed; 0 = all
+    seed: int = 0
+
+    def of(self, rule: int) -> list[Mutant]:
+        """In order."""
+        found = [m for m in planted(rule) if not self.files or m.file in self.files][:: self.every]
+        if not self.share or len(found) <= self.share:
+            return found
+        return sorted(random.Random(f"{self.seed} {rule}").sample(found, self.share))  # noqa: S311  (a sample)
+
+    def builds(self) -> list[int | None]:
+        """The rules that have something to run; None = the faults."""
+        named = [rule for rule, known in enumerate(RULES) if not self.rules or known.name in self.rules]
+        return [*([] if self.rules or self.files else [None]), *(rule for rule in named if self.of(rule))]
+
+
+def check(chosen: Chosen, jobs: int) -> int:
     """Run and report; how many survive that are not known to be equivalent."""
     counts = {"fell": 0, "equivalent": 0, "survived": 0}
     each: dict[str, int] = {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-        todo = [None, *(rule for rule in range(len(RULES)) if planted(rule))]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
+        todo = chosen.builds()
         for rule, library in zip(todo, pool.map(lambda r: build(r, Path(folder)), todo), strict=True):
-            mutants: list[Mutant | Fault] = [*FAULTS] if rule is None else [*planted(rule)[::every]]
+            mutants: list[Mutant | Fault] = [*FAULTS] if rule is None else [*chosen.of(rule)]
             found = verdicts(library, [None, *mutants], jobs)
             if found[0] != "survived":
                 raise SystemExit(f"{rule}: without a mutant: {found[0]}")
@@ -485,15 +588,21 @@ def check(every: int, jobs: int) -> int:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = sorted({rule.name for rule in RULES})
+    parser.add_argument("--rule", action="append", default=[], choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--file", action="append", default=[], choices=[*KERNELS], metavar="FILE", help="of this alone")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth mutant of each rule")
+    parser.add_argument("--share", type=int, default=0, metavar="N", help="N of each rule at most, drawn by the seed")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="only say what would be run")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
+    chosen = Chosen(tuple(options.rule), tuple(options.file), options.every, options.share, options.seed)
     if options.list:
-        for rule in range(len(RULES)):
-            sys.stdout.writelines(f"{mutant}\n" for mutant in planted(rule)[:: options.every])
+        for rule in chosen.builds():
+            sys.stdout.writelines(f"{mutant}\n" for mutant in (FAULTS if rule is None else chosen.of(rule)))
         return 0
-    return int(check(options.every, options.jobs) > 0)
+    return int(check(chosen, options.jobs) > 0)
 
 
 if __name__ == "__main__":

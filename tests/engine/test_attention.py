@@ -28,14 +28,24 @@ from tests.models import events, tiny_model
 RUNS = (PageRun(0, 4),)
 
 
+def with_next_row(x: Tensor) -> Tensor:
+    """The same rows, and the one behind them in memory."""
+    return torch.as_strided(x, (len(x) + 1, *x.shape[1:]), x.stride(), x.storage_offset())
+
+
 class Ways(TorchOps):
-    """A device with three ways: a right one, one that is a little off, one that fails; and torch ops."""
+    """A device with three ways: a right one, one that is a little off, one that fails; and torch ops.
+
+    Others are right on a long history of one user, whose pages have zeros behind it.
+    """
 
     name = kernels = "test"
+    pages_at = 0  # where the arena is
 
     def __init__(self, way: str = "") -> None:
         super().__init__()
         self.way, self.ops = way, {"hstu_attention": way}
+        self._last: HstuCall | None = None
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
         return "right", "off", "lost", "torch"
@@ -46,28 +56,49 @@ class Ways(TorchOps):
     def hstu_targets(self, call: HstuCall) -> Tensor:
         if self.way == "lost":
             raise RuntimeError("no such kernel")
+        last, self._last = self._last, call
+        slabs = [slab for slab in call.cached if isinstance(slab, tuple)]
+        kept = [slab for slab in slabs if slab[0].untyped_storage().data_ptr() == self.pages_at]
+        if self.way == "reads the other's" and last is not None and last.bias.time is call.bias.time and kept:
+            call = call._replace(cached=last.cached, times=last.times)  # a second request in the same layer
+        if self.way == "spoils" and kept and len(call.times) == 1:
+            call = call._replace(cached=[(k, v / 1.05) for k, v in kept])
         found = super().hstu_targets(call)
+        if self.way == "reads on" and kept:
+            found = found + with_next_row(kept[-1][1])[-1]
+        if self.way == "writes on" and kept:
+            with_next_row(kept[-1][0])[-1] = 0.0
+        if self.way == "unsteady":
+            found = found + torch.rand_like(found) * 1e-7
+        if self.way == "long" and len(call.times) == 1:
+            return found.flip(1)
+        if self.way == "whole pages" and len(call.times) == 65:
+            return found.flip(1)
         if self.way == "nan of pages" and len(call.cached) > 1:
             return found * float("nan")
         return found.flip(1) if self.way == "off" else found  # a factor would be lost in the norm
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[RankEngine]:
+async def engine(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RankEngine]:
     model = tiny_model()
     shape = model.config
     layout = KVLayout(num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim)
     backend = Ways()
     scheduler = Scheduler(SchedulerConfig(), backend.stream)
     scheduler.start()
-    yield RankEngine(model, backend, scheduler, KVArena(layout, 4, torch.device("cpu")))
+    arena = KVArena(layout, 4, torch.device("cpu"))
+    monkeypatch.setattr(Ways, "pages_at", arena._keys[0].untyped_storage().data_ptr())
+    yield RankEngine(model, backend, scheduler, arena)
     await scheduler.stop()
 
 
 def trial() -> Trial:
     history = events(100)
     tokens = Tokens(history, history.items, HistoryReport(fingerprint="f", num_tokens=100))
-    return Trial(tokens, 80, 30, np.arange(9), RUNS)
+    other = events(100, seed=1)
+    others = Tokens(other, other.items, HistoryReport(fingerprint="o", num_tokens=100))
+    return Trial(tokens, 80, 30, np.arange(9), RUNS, others)
 
 
 def took(engine: RankEngine, monkeypatch: pytest.MonkeyPatch, ms: dict[str, float]) -> None:
@@ -117,6 +148,49 @@ async def test_a_single_way_is_refused_where_it_computes_something_else(engine: 
 async def test_scores_that_are_no_numbers_are_refused_also_behind_right_ones(engine: RankEngine) -> None:
     with pytest.raises(ConfigError, match=r"attention: nan of pages is of no use here: scores differ .* by nan of"):
         await choose_way(engine, engine.backend, ["nan of pages"], trial())
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("reads on", "1 of 1 tokens cached: scores differ from plain torch ops' by nan of their deviation"),
+        ("reads the other's", "requests of two users in a pass: scores differ"),
+        ("writes on", "1 of 1 tokens cached: a rank writes into pages"),
+        ("spills", "1 of 1 tokens cached: a prefill writes where its tokens do not stand"),
+        ("spoils", "1 of 1 tokens cached: keys and values differ"),
+        ("unsteady", "1 of 1 tokens cached: the same request has other scores a second time"),
+        ("long", "1 of 1 tokens cached: scores differ"),
+        ("whole pages", "65 of 65 tokens cached: scores differ"),
+    ],
+)
+async def test_a_way_that_is_right_on_one_long_history_alone_is_refused(
+    engine: RankEngine, monkeypatch: pytest.MonkeyPatch, way: str, says: str
+) -> None:
+    took(engine, monkeypatch, {way: 1.0, "torch": 9.0})
+    write = KVArena.write
+
+    def wrongly(self: KVArena, layer: int, runs: Sequence[PageRun], start: int, k: Tensor, v: Tensor) -> None:
+        now = engine.backend.ops["hstu_attention"]
+        write(self, layer, runs, start, k, v * 1.05 if now == "spoils" and start + len(k) == 1 else v)
+        if now == "spills" and (start + len(k)) % 64:
+            write(self, layer, runs, start + len(k), torch.zeros_like(k[:1]), torch.zeros_like(v[:1]))
+
+    monkeypatch.setattr(KVArena, "write", wrongly)
+    refused, plain = await choose_way(engine, engine.backend, [way, "torch"], trial())
+    assert says in refused.refused
+    assert refused.drift is not None
+    assert refused.drift < 1e-5, "of the long history all scores are right"
+    assert (plain.name, plain.refused) == ("torch", "")
+    assert engine.backend.ops["hstu_attention"] == "torch"
+    for plane in (*engine.arena._keys, *engine.arena._values):
+        assert not plane.any(), "no NaN stays behind"
+
+
+async def test_a_way_need_not_be_steadier_than_torch_ops(engine: RankEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ways, "running", lambda _self, way: Ways("unsteady"))
+    took(engine, monkeypatch, {"unsteady": 1.0})
+    (way,) = await choose_way(engine, engine.backend, ["any"], trial())
+    assert not way.refused
 
 
 async def test_torch_ops_that_fail_are_a_device_that_fails(engine: RankEngine, monkeypatch: pytest.MonkeyPatch) -> None:

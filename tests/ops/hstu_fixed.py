@@ -33,7 +33,7 @@ ROWS = [
     *(Rows(batch(i, LAST, CHUNK, dtype=dtype), silu_all=True, q_scale=-0.25) for i, dtype in enumerate(DTYPES)),
     Rows(batch(4, KEEPS, RANK, cores=5, tile=5)),
     Rows(batch(5, CHUNK, KEEPS, cores=1, page_tokens=7), q_scale=0.3),
-    Rows(batch(6, Request(3, 3, 0, 3), cores=48, heads=3, v_dim=16)),
+    Rows(batch(6, Request(3, 3, 0, 3), cores=48, heads=3, v_dim=16), q_scale=0.5),
     Rows(batch(7, BOTH, LAST, on=Machine(2, splits=5), key_slots=1536)),
     Rows(batch(9, BOTH, Request(1, 1, 0, 0), page_tokens=8, tile=3)),
     Rows(batch(8, PREFILL, on=Machine(1, tile=16, splits=8), page_tokens=3)),
@@ -58,6 +58,16 @@ SCORES = [
     Scores(batch(18, Request(20, 620, 0, 600), cores=1), 3, (5,)),  # own keys far behind their position
     Scores(batch(19, Request(32, 343, 311, 0), cores=1), 16, (3,)),
     Scores(batch(20, Request(32, 272, 240, 0), cores=1), 4, (2,)),  # the diagonal crosses two blocks of keys
+    Scores(batch(22, Request(40, 250, 210, 40), cores=1), 16, (1, 3600)),  # one block of keys, of many buckets
+    Scores(batch(23, Request(100, 800, 700, 0), Request(90, 600, 400, 40), cores=11), 40, (0, 1, 5000)),
+    Scores(  # candidates alone, in wide tiles
+        batch(24, Request(130, 900, 770, 130), Request(0, 9, 0, 0), Request(65, 400, 0, 399), cores=5, dtype="float32"),
+        *(30, (1, 3600)),
+    ),
+    # what one request, or its history, leaves is not the next one's: one head and one block of keys, the same buckets
+    Scores(batch(25, Request(20, 40, 20, 10), Request(24, 44, 20, 14), cores=1, heads=1), 64, (0, 1)),
+    Scores(batch(26, Request(20, 40, 20, 20), Request(24, 44, 20, 24), cores=1, heads=1), 64, (0, 1)),
+    Scores(batch(27, Request(20, 40, 20, 0), Request(20, 40, 20, 0), cores=1, heads=1), 64, (0, 1)),
     Scores(FAR, 16, (10,), is_far=True),
     Scores(batch(13, Request(33, 33, 0, 0), Request(0, 9, 0, 0), Request(5, 260, 0, 255), cores=2), 2, (0, 2**25 + 1)),
 ]

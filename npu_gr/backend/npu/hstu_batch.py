@@ -90,7 +90,7 @@ class LayerTables(NamedTuple):
     """A layer's relative bias as hstu_scores reads it: negated, fp32."""
 
     times: Tensor  # [H, 2, 64]: of each time bucket alone, and with the last position
-    near: Tensor  # [H, 8, P + 576]: by distance falling, ends repeated, row s shifted by s
+    near: Tensor  # [H, 8, P + 576]: by distance falling, ends repeated, row s shifted by 7 - s
 
 
 def layer_tables(bias: BiasTables) -> LayerTables:
@@ -105,5 +105,5 @@ def layer_tables(bias: BiasTables) -> LayerTables:
         ],
         dim=1,
     )
-    near = torch.stack([falling[:, shift : falling.shape[1] - 7 + shift] for shift in range(8)], dim=1)
+    near = torch.stack([falling[:, shift : falling.shape[1] - 7 + shift] for shift in reversed(range(8))], dim=1)
     return LayerTables(torch.stack([time, time + position[:, -1:]], dim=1).contiguous(), near.contiguous())

@@ -18,7 +18,7 @@ MAX_PAGE_TOKENS = 4095
 MAX_GROUP = 2040  # numbers that one norm is over
 MAX_SCORE_BYTES = 1 << 28  # of a layer's scores; a 910B's cache holds a part of that
 STAGE_BYTES = 32 * 1024
-ZERO_BYTES = 8 * 1024
+ZERO_BYTES = 2 * 1024
 
 
 class Slots(NamedTuple):
@@ -99,9 +99,9 @@ def _rows_bytes(slots: Slots, page_ids: int, piece: int, size: int) -> int:
 def _scores_bytes(slots: Slots, size: int) -> int:
     cells = 8 * KEY_BLOCK  # of the smallest tile
     bounds = _up(8 * (slots.rows // ROW_BLOCK + slots.keys // KEY_BLOCK) * slots.requests, 32)
-    tables = 512 * slots.num_heads
-    times = 2 * 1024 + 8 * NEAR_END * 4 + 1024 + ROW_BLOCK * 32 + 1024 + 1024 + 64
-    return 32 * slots.requests + bounds + tables + 3 * cells * size + 12 * cells + cells + times
+    tables = 1024 + 512 * slots.num_heads
+    times = 2 * 1024 + 8 * NEAR_END * 4 + ROW_BLOCK * 32 + 1024 + 256 + 1024 + 64
+    return 32 * slots.requests + bounds + tables + max(3 * size + 12, 5 * size + 8) * cells + cells + times
 
 
 def _finish_bytes(slots: Slots, group: int, is_joined: bool, size: int) -> int:

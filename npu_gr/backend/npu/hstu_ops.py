@@ -97,7 +97,7 @@ def hstu_scores(
         row_times: int32 [B, R], seconds.
         key_times: int32 [B, K].
         tables: fp32 [H, 2, 64]: time[bucket]; then time[bucket] + position[P - 1].
-        near: fp32 [H, 8, P + 576]: position by distance falling, ends repeated; row s is shifted by s.
+        near: fp32 [H, 8, P + 576]: position by distance falling, ends repeated; row s is shifted by 7 - s.
         alpha: factor on the scores.
     """
     positions = near.shape[2] - 2 * NEAR_END
@@ -108,7 +108,7 @@ def hstu_scores(
         delta = (row_times[n, :rows, None].long() - key_times[n].long()).clamp(0, 2**31 - 2)
         bucket = ((delta + 1).float().view(torch.int32) >> 22) - 254
         distance = (at - key).clamp(0, positions - 1)
-        bias = tables[:, 0][:, bucket] + near[:, 0][:, NEAR_END - 1 + positions - distance]
+        bias = tables[:, 0][:, bucket] + near[:, 7][:, NEAR_END - 1 + positions - distance]
         y = alpha * scores[n, :, :rows].float() + bias
         weights = y / (1.0 + torch.exp(y))
         seen = (key < at) | (key == own)

@@ -28,13 +28,14 @@ class HstuScores {
     uint32_t cells = s_.tile_rows * kKeyBlock;
     scores_.SetGlobalBuffer((__gm__ Raw *)scores, uint64_t(s_.requests) * s_.heads * s_.row_slots * s_.key_slots);
     batch_.init(pipe, meta, s_.requests);
-    tiles_.init(&batch_, s_.requests, s_.heads, s_.key_slots, s_.tile_rows);
+    tiles_.init(&batch_, s_.requests, s_.heads, s_.key_slots, s_.positions - 1, s_.tile_rows);
     bias_.init(pipe, bounds, row_times, key_times, tables, near,
                HstuBiasShape{s_.requests, s_.row_slots, s_.key_slots, s_.heads, s_.positions, s_.tile_rows});
-    pipe->InitBuffer(ins_, 2, cells * sizeof(T));
+    pipe->InitBuffer(ins_, 2, tiles_.most_rows() * kKeyBlock * sizeof(T));
     pipe->InitBuffer(outs_, 1, cells * sizeof(T));
     pipe->InitBuffer(x_, cells * 4);
     pipe->InitBuffer(e_, cells * 4);
+    if (tiles_.has_history()) pipe->InitBuffer(times_, cells * 4);
     pipe->InitBuffer(columns_, kKeyBlock * 4);
     pipe->InitBuffer(seen_, cells / 8);
     pipe->InitBuffer(history_, kKeyBlock / 8);
@@ -43,63 +44,83 @@ class HstuScores {
     AscendC::CreateVecIndex(columns_.Get<float>(), 0.0f, kKeyBlock);
   }
   __aicore__ inline void process() {
-    uint64_t total = tiles_.total(), cores = AscendC::GetBlockNum();
-    uint32_t begin = uint32_t(total * AscendC::GetBlockIdx() / cores);
-    uint32_t end = uint32_t(total * (AscendC::GetBlockIdx() + 1) / cores);
-    if (begin == end) return;
-    HstuTile next = tiles_[begin];
-    load(next);
-    for (uint32_t number = begin; number < end; ++number) {
-      HstuTile tile = next;
-      if (number + 1 < end) {
-        next = tiles_[number + 1];
-        load(next);  // moves while this one is worked on
-      }
-      run(tile);
-    }
+    weigh_seen();
+    clear_unseen();
   }
 
  private:
+  // Whether this core has a share of the tiles that are seen, or of the others; opens it.
+  __aicore__ inline bool has_share(bool seen) {
+    uint64_t total = tiles_.total(seen), core = AscendC::GetBlockIdx(), cores = AscendC::GetBlockNum();
+    tiles_.begin(seen, uint32_t(total * core / cores), uint32_t(total * (core + 1) / cores));
+    return tiles_.has_next();
+  }
+  __aicore__ inline void weigh_seen() {
+    if (!has_share(true)) return;
+    HstuTile next = tiles_.next();
+    load(next);
+    for (bool goes_on = true; goes_on;) {
+      HstuTile tile = next;
+      goes_on = tiles_.has_next();
+      if (goes_on) {
+        next = tiles_.next();
+        load(next);  // moves while this one is worked on
+      }
+      auto in = ins_.template DeQue<Raw>();
+      for (uint32_t first = 0; first < tile.rows; first += s_.tile_rows)
+        weigh(tile.part(first, s_.tile_rows), in[first * kKeyBlock]);
+      ins_.FreeTensor(in);
+    }
+  }
+  __aicore__ inline void clear_unseen() {
+    if (!has_share(false)) return;
+    auto zeros = outs_.template AllocTensor<Raw>();
+    AscendC::Duplicate(zeros, Raw(0), int32_t(s_.tile_rows * kKeyBlock));
+    outs_.EnQue(zeros);
+    zeros = outs_.template DeQue<Raw>();
+    while (tiles_.has_next()) {
+      HstuTile tile = tiles_.next();
+      for (uint32_t first = 0; first < tile.rows; first += s_.tile_rows) store(tile.part(first, s_.tile_rows), zeros);
+    }
+    outs_.FreeTensor(zeros);
+  }
   __aicore__ inline uint64_t at(const HstuTile &tile) const {
     uint64_t row = (uint64_t(tile.request) * s_.heads + tile.head) * s_.row_slots + tile.row;
     return row * s_.key_slots + tile.key;
   }
   __aicore__ inline void load(const HstuTile &tile) {
-    if (!tile.is_seen()) return;
     auto in = ins_.template AllocTensor<Raw>();
     gather_rows(in, scores_[at(tile)], tile.rows, kKeyBlock, s_.key_slots);
     ins_.EnQue(in);
   }
-  // `outs_` has one buffer: the tile before has been stored, so nothing of it is still at work.
-  __aicore__ inline void run(const HstuTile &tile) {
-    auto out = outs_.template AllocTensor<Raw>();
-    if (tile.is_seen())
-      weigh(tile, out);
-    else
-      AscendC::Duplicate(out, Raw(0), int32_t(tile.rows * kKeyBlock));
-    outs_.EnQue(out);
-    out = outs_.template DeQue<Raw>();
+  __aicore__ inline void store(const HstuTile &tile, const AscendC::LocalTensor<Raw> &out) {
     scatter_rows(scores_[at(tile)], out, tile.rows, kKeyBlock, s_.key_slots);
-    outs_.FreeTensor(out);
   }
-  __aicore__ inline void weigh(const HstuTile &tile, const AscendC::LocalTensor<Raw> &out) {
+  __aicore__ inline void weigh(const HstuTile &tile, const AscendC::LocalTensor<Raw> &in) {
     using namespace AscendC;
     int32_t count = int32_t(tile.rows * kKeyBlock);
-    auto in = ins_.template DeQue<Raw>();
     auto x = x_.Get<float>(), e = e_.Get<float>();
+    vector_done();  // of the tile before
+    bias_.look(tile);
+    bool is_constant = bias_.is_constant(tile);
+    auto bias = is_constant ? e : bias_.make(tile, e, tiles_.has_history() ? times_.Get<float>() : x);
+    vector_done();
     auto scores = widened(in, x, uint32_t(count));
     if (s_.alpha != kOne) {
       Muls(x, scores, float_of(s_.alpha), count);
       vector_done();
       scores = x;
     }
-    add_bias(tile, x, scores, e, count);
-    ins_.FreeTensor(in);
+    if (is_constant)
+      Adds(x, scores, bias_.constant(tile), count);
+    else
+      add(x, scores, bias, tile);
     vector_done();
     Exp(e, x, count);
     vector_done();
     Adds(e, e, 1.0f, count);
     vector_done();
+    auto out = outs_.template AllocTensor<Raw>();  // here, so that the tile before is stored beside what stands above
     auto weights = kNarrow ? x : out.template ReinterpretCast<float>();
     Div(weights, x, e, count);
     vector_done();
@@ -109,6 +130,10 @@ class HstuScores {
       vector_done();
     }
     if constexpr (kNarrow) Cast(out.template ReinterpretCast<T>(), weights, RoundMode::CAST_RINT, uint32_t(count));
+    outs_.EnQue(out);
+    out = outs_.template DeQue<Raw>();
+    store(tile, out);
+    outs_.FreeTensor(out);
   }
   // The scores in fp32: themselves, or in x.
   __aicore__ inline Floats widened(const AscendC::LocalTensor<Raw> &in, const Floats &x, uint32_t count) {
@@ -120,17 +145,9 @@ class HstuScores {
       return in;
     }
   }
-  __aicore__ inline void add_bias(const HstuTile &tile, const Floats &x, const Floats &scores, const Floats &e,
-                                  int32_t count) {
-    bias_.look(tile);
-    if (bias_.is_constant(tile)) {
-      AscendC::Adds(x, scores, bias_.constant(tile), count);
-      return;
-    }
-    auto bias = bias_.make(tile, e);
-    vector_done();
+  __aicore__ inline void add(const Floats &x, const Floats &scores, const Floats &bias, const HstuTile &tile) {
     if (!tile.candidates) {
-      AscendC::Add(x, scores, bias, count);
+      AscendC::Add(x, scores, bias, int32_t(tile.rows * kKeyBlock));
       return;
     }
     constexpr uint8_t row = kKeyBlock / 8;
@@ -186,7 +203,7 @@ class HstuScores {
   AscendC::GlobalTensor<Raw> scores_;
   AscendC::TQue<AscendC::TPosition::VECIN, 2> ins_;
   AscendC::TQue<AscendC::TPosition::VECOUT, 1> outs_;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> x_, e_, columns_, seen_, history_, zeros_;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> x_, e_, times_, columns_, seen_, history_, zeros_;
 };
 
 }  // namespace npu_gr

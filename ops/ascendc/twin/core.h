@@ -54,6 +54,7 @@ enum Counter {
   MTE2_INSTRUCTIONS,
   MTE2_BLOCKS,
   MTE2_BYTES,
+  MTE2_LONG_BYTES,  // those of instructions that move kLongLoadBytes or more
   MTE3_INSTRUCTIONS,
   MTE3_BLOCKS,
   MTE3_BYTES,
@@ -62,6 +63,7 @@ enum Counter {
   KINDS_BEGIN,
   COUNTERS = KINDS_BEGIN + 2 * 10
 };
+constexpr uint64_t kLongLoadBytes = 25000;  // from here on a load is faster: npu_gr/bench/hstu_model.py has the source
 // What a cost model tells apart; whatever sorts has counters of its own.
 enum VectorKind { WITH_SCALAR, WITH_TENSOR, EXP, DIV, COMPARE, SELECT, WIDEN, NARROW, GATHER, COMPACT };
 using Counters = std::array<uint64_t, COUNTERS>;

@@ -8,12 +8,14 @@ namespace AscendC {
 namespace twin {
 
 struct Report {
-  Counters total{};     // of all cores
-  Counters critical{};  // of each counter, the core with most; summed over launches
+  Counters total{};             // of all cores
+  Counters critical{};          // of each counter, the core with most; summed over launches
+  std::vector<Counters> cores;  // of the last launch
   uint32_t launches = 0, ub_bytes = 0;
 
-  void add(const std::vector<Counters> &cores) {
+  void add(const std::vector<Counters> &last) {
     ++launches;
+    cores = last;
     for (int c = 0; c < COUNTERS; ++c) {
       uint64_t most = 0;
       for (const auto &core : cores) total[c] += core[c], most = std::max(most, core[c]);

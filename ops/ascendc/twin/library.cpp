@@ -8,7 +8,8 @@
 
 namespace {
 thread_local AscendC::twin::Report *report;
-}
+thread_local std::vector<AscendC::twin::Counters> cores;  // of this thread's last launch
+}  // namespace
 
 #define NPU_GR_LAUNCH(kernel, blocks, ...) (AscendC::twin::launch(blocks, *report, [&] { kernel(__VA_ARGS__); }), 0)
 #include "../op_host/run.h"
@@ -46,6 +47,7 @@ int guarded(Out *out, Run work) {
   report = nullptr;
   std::copy(here.total.begin(), here.total.end(), out->total);
   std::copy(here.critical.begin(), here.critical.end(), out->critical);
+  cores = here.cores;
   out->launches = here.launches;
   out->ub_bytes = here.ub_bytes;
   return status;
@@ -57,6 +59,13 @@ std::vector<uint8_t> poisoned(uint64_t bytes) { return std::vector<uint8_t>(byte
 extern "C" {
 
 int twin_counters() { return AscendC::twin::COUNTERS; }
+
+// The counters of each core in this thread's last launch; returns how many cores it had, of which `room` are told.
+uint32_t twin_cores(uint64_t *counters, uint32_t room) {
+  for (uint32_t core = 0; core < room && core < cores.size(); ++core)
+    std::copy(cores[core].begin(), cores[core].end(), counters + core * AscendC::twin::COUNTERS);
+  return uint32_t(cores.size());
+}
 
 // knobs: cores, ub, tile, splits
 int twin_masked_topk(const uint32_t *knobs, uint32_t dtype, Address logits, Address mask, Address bias, Address value,

@@ -46,7 +46,9 @@ void DataCopyPad(const LocalTensor<T> &to, const GlobalTensor<T> &from, const Da
   core.issue(MTE2);
   ++core.counters[MTE2_INSTRUCTIONS];
   core.counters[MTE2_BLOCKS] += copy.blockCount;
-  core.counters[MTE2_BYTES] += uint64_t(copy.blockCount) * copy.blockLen;
+  uint64_t moved = uint64_t(copy.blockCount) * copy.blockLen;
+  core.counters[MTE2_BYTES] += moved;
+  if (moved >= kLongLoadBytes) core.counters[MTE2_LONG_BYTES] += moved;
   for (uint32_t b = 0; b < copy.blockCount; ++b) {
     uint64_t skipped = uint64_t(b) * (copy.blockLen + uint64_t(copy.srcStride));
     TWIN_CHECK(skipped + copy.blockLen <= from.GetSize() * sizeof(T), "DataCopyPad: GM is read behind its end");

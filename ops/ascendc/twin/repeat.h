@@ -73,6 +73,27 @@ void Div(const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T>
       "Div", to, a, b, mask, repeats, by, [](T x, T y) { return x / y; }, twin::DIV);
 }
 
+// A repeat takes the next 64 bits of the mask, whatever its elements' strides are; src1 of `by` is the scalar.
+template <typename T, typename U>
+void Select(const LocalTensor<T> &to, const LocalTensor<U> &bits, const LocalTensor<T> &from, T scalar, SELMODE mode,
+            uint64_t mask, uint8_t repeats, const BinaryRepeatParams &by) {
+  static_assert(twin::one_of<T, float> && std::is_unsigned_v<U>);
+  TWIN_CHECK(mode == SELMODE::VSEL_TENSOR_SCALAR_MODE, "Select: a scalar needs VSEL_TENSOR_SCALAR_MODE");
+  TWIN_CHECK(mask == 64, "Select: the twin knows whole repeats only");
+  twin::reads("Select mask", bits, uint64_t(repeats) * mask / (8 * sizeof(U)));
+  auto first = reinterpret_cast<const uint8_t *>(bits.at());
+  uint64_t i = 0;
+  twin::repeated(
+      "Select", to, from, from, mask, repeats,
+      {by.dstBlkStride, by.src0BlkStride, by.src0BlkStride, by.dstRepStride, by.src0RepStride, by.src0RepStride},
+      [&](T x, T) {
+        bool taken = first[i / 8] >> (i % 8) & 1;
+        ++i;
+        return taken ? x : scalar;
+      },
+      twin::SELECT);
+}
+
 // The sum of each repeat's `mask` elements: neighbours first, then their sums, as a binary tree.
 template <typename T>
 void WholeReduceSum(const LocalTensor<T> &to, const LocalTensor<T> &from, const int32_t mask, const int32_t repeats,
