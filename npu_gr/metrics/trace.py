@@ -5,13 +5,13 @@ Source: W3C Trace Context, level 1.
 
 from __future__ import annotations
 
-import random
 import re
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from npu_gr.core.ids import random_id
+
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-_RANDOM = random.Random()  # noqa: S311  (ids; nobody else seeds it)
 
 
 class Trace(NamedTuple):
@@ -26,11 +26,6 @@ class Trace(NamedTuple):
     def header(self) -> str:
         """The value of the header `traceparent`, for callees and for the answer."""
         return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02x}"
-
-
-def random_id(num_bits: int) -> str:
-    """Make an id that no other request has, in hex; it is no secret."""
-    return f"{_RANDOM.getrandbits(num_bits):0{num_bits // 4}x}"
 
 
 def begin(traceparent: str | None) -> Trace:
