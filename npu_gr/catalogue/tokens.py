@@ -51,7 +51,7 @@ class Tokens:
         return int(self.user is not None)
 
     def __len__(self) -> int:
-        return len(self.rows) + self.num_user
+        return len(self.rows) + (self.user is not None)
 
     def __getitem__(self, part: slice) -> Tokens:
         """Return some of the tokens; the report stays that of the whole history."""
@@ -164,7 +164,8 @@ def tokenize(
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
     step = -(-cut_step_tokens // tokens_per_event)
     cut = window_start(first_index, len(events), max_tokens // tokens_per_event, step)
-    events = events[cut:]
+    if cut:
+        events = events[cut:]
     rows = vocabulary.rows(events.items)
     known = rows != UNKNOWN
     unknown = len(rows) - int(np.count_nonzero(known))

@@ -53,7 +53,7 @@ class UserHistory:
             user_features: which are a part of the prefix.
         """
         beyond = max(0, len(events) - window_events)
-        newest = KnownHistory(events[beyond:], first_index + beyond, user_features or None)
+        newest = KnownHistory(events[beyond:] if beyond else events, first_index + beyond, user_features or None)
         fingerprint = newest.events.fingerprint(newest.first_index)
         if user_features:
             of_user = msgspec.msgpack.encode(sorted(user_features.items()))
