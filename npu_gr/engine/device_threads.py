@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -105,6 +105,11 @@ class DeviceThreads:
         with self._changed:
             self._changed.notify(self._untold)
         self._untold = 0
+
+    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants."""
+        with self._changed:
+            self._queue.weights = tenant_weights
 
     def withdraw(self, job: Job) -> bool:
         """Take a job out of the queue, and its later steps. Returns False if it is not waiting."""
