@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from npu_gr.core.errors import Forbidden
@@ -39,6 +40,7 @@ def refuse_foreign_pages(headers: Mapping[str, str], *, is_loopback: bool) -> No
         raise Forbidden(f"Host: {host[:64]!r} is no loopback name, and this is a loopback address")
 
 
+@lru_cache(maxsize=64)
 def is_loopback_name(name: str) -> bool:
     """Whether a host name or an address without a port can mean nothing but this machine."""
     if name.lower().rstrip(".") in _LOOPBACK_NAMES:

@@ -59,6 +59,7 @@ WHY = {
     Refusal.LATE: "it would not be answered in time: the instance is busy",
     Refusal.SHARE: "the tenant signals far more than it ranks, and others share the instance",
 }
+_NUM_CLASSES = len(Priority)
 TICK_S = 0.004  # between two looks for requests whose turn will come too late
 
 
@@ -444,7 +445,7 @@ class Door:
 
     def _changed(self) -> None:
         """Forget what was computed from who is inside."""
-        self._inside_known_s = [None] * len(Priority)
+        self._inside_known_s = [None] * _NUM_CLASSES
 
     # ---- leaving
 
@@ -505,6 +506,8 @@ class Door:
         self.on_room(max(0, int(self._window(self._last)) - self._inside))
 
     def _first(self) -> tuple[Ticket, Turns, list[_Lane]] | None:
+        if not self._waiting:
+            return None
         for turns, lanes in self._classes:
             over = self._over_their_share(turns) if len(turns.queues) > 1 else frozenset()
             if (ticket := turns.head(over)) is not None:

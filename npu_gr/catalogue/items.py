@@ -66,7 +66,7 @@ class ItemVocabulary:
             slots = np.minimum(ids.view(np.uint64), np.uint64(len(self._table) - 1))
             found: I64 = self._table[slots.view(np.int64)]
             return found
-        at = np.searchsorted(self._sorted, ids).clip(max=len(self._sorted) - 1)
+        at = np.minimum(self._sorted.searchsorted(ids), len(self._sorted) - 1)
         return np.where(self._sorted[at] == ids, self._order[at], UNKNOWN)
 
     def ids_of(self, rows: I64) -> I64:

@@ -57,7 +57,7 @@ class Tokens:
         return True
 
     def __len__(self) -> int:
-        return len(self.rows) + self.num_user
+        return len(self.rows) + (self.user is not None)
 
     def __getitem__(self, part: slice) -> Tokens:
         """Return some of the tokens; of the user's all or none. The report stays that of the whole history."""
@@ -171,7 +171,8 @@ def tokenize(
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
     step = -(-cut_step_tokens // tokens_per_event)
     cut = window_start(first_index, len(events), max_tokens // tokens_per_event, step)
-    events = events[cut:]
+    if cut:
+        events = events[cut:]
     rows = vocabulary.rows(events.items)
     known = rows != UNKNOWN
     unknown = len(rows) - int(np.count_nonzero(known))

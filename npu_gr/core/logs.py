@@ -173,6 +173,9 @@ def set_up_logs(level: str) -> None:
         handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(level)
+    # what FORMAT does not show is not looked up: it takes longer than a line of the access log
+    logging._srcfile = None
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.captureWarnings(True)  # else Python writes them itself, and waits
 
 

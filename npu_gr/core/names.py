@@ -83,7 +83,7 @@ def answered_ids(names: Sequence[str | int]) -> I64:
 
 def _of_numbers(names: Sequence[Any]) -> I64:
     ids = np.frombuffer(array("q", names), np.int64)
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < FIRST_HASHED:
+    if len(ids) and int(ids.view(np.uint64).max()) >= FIRST_HASHED:  # unsigned, a negative one is beyond it, too
         raise ValueError("a number is out of range")
     return ids
 

@@ -2,6 +2,9 @@
 
 Each thread takes a pass from the queue, runs it to its end, delivers the results to the event loop, and takes the
 next pass. A lock guards the queue: every method may be called from any thread, unless it says otherwise.
+
+Idle threads are woken at the end of a turn of the event loop, once for all jobs of the turn. A thread that wakes before
+waits for the interpreter anyway, for the loop has it, and takes from the pass what the turn would still have added.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class DeviceThreads:
         self._queue = JobQueue(config)
         self._changed = threading.Condition()
         self._stopping = False
+        self._untold = 0  # jobs of this turn of the event loop, of which idle threads do not know
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pass_ends_at = [0.0] * config.streams  # by estimate; in the past: the stream is idle
         self._threads = [
@@ -90,10 +94,17 @@ class DeviceThreads:
             if self._stopping:
                 raise Unavailable("the instance is stopping")
             shed = self._queue.put(job, time.monotonic(), force=force)
-            self._changed.notify()
+        if not self._untold:
+            self._loop.call_soon(self._tell)
+        self._untold += 1
         if shed is not None:
             self._deliver([(shed, Overloaded("dropped to make room for a request", reason=Refusal.SHED))])
         return future
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify(self._untold)
+        self._untold = 0
 
     def weigh(self, tenant_weights: Mapping[str, float]) -> None:
         """Set the weights of tenants."""

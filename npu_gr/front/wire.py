@@ -181,8 +181,8 @@ def _values(inner: Wire, annotation: Any) -> Wire:
         return Wire(annotation)
     return Wire(
         dict[str, inner.type],  # type: ignore[name-defined]
-        lambda values: {name: pack(value) for name, value in values.items()},
-        lambda out: {name: unpack(value) for name, value in out.items()},
+        lambda values: {name: pack(value) for name, value in values.items()} if values else {},
+        lambda out: {name: unpack(value) for name, value in out.items()} if out else {},
     )
 
 
@@ -207,13 +207,15 @@ def _record(cls: type[Any], names: Any, tag: str | None = None) -> Wire:
     def pack(value: Any) -> Any:
         values = list(read(value))
         for index, function in packs:
-            values[index] = function(values[index])
+            if values[index] is not None:
+                values[index] = function(values[index])
         return struct(*values)
 
     def unpack(out: Any) -> Any:
         values = list(read_out(out))
         for index, function in unpacks:
-            values[index] = function(values[index])
+            if values[index] is not None:
+                values[index] = function(values[index])
         return cls(*values) if is_tuple else cls(**dict(zip(names, values, strict=True)))
 
     return Wire(struct, pack, unpack)

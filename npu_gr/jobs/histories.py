@@ -66,7 +66,8 @@ class UserHistory:
         """
         beyond = max(0, len(events) - window_events)
         is_degraded = features_origin is not None and features_origin.fault is not None
-        newest = KnownHistory(events[beyond:], first_index + beyond, None if is_degraded else user_features)
+        kept = None if is_degraded else user_features or None
+        newest = KnownHistory(events[beyond:] if beyond else events, first_index + beyond, kept)
         fingerprint = newest.events.fingerprint(newest.first_index)
         if user_features:
             of_user = msgspec.msgpack.encode(sorted(user_features.items()))

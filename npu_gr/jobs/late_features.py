@@ -89,5 +89,7 @@ class LateFeatureReader:
 
     def missing(self, request: RankRequest, tokens: Tokens) -> tuple[str, ...]:
         """Name the features, as `of.name`, that neither history nor request say anything of."""
+        if not self._features.features:
+            return tokens.report.missing_features
         late = self._features.missing(request=request.request_features, cross=request.cross_features.given)
         return tokens.report.missing_features + late

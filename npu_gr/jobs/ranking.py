@@ -89,6 +89,7 @@ class Ranking:
         self.items = items
         self.order = order
         self.engine = engine
+        self._tokens_per_event = engine.model.config.tokens_per_event
         self.relay = relay
         self._metrics = metrics
         self._random = np.random.default_rng(0)
@@ -104,10 +105,6 @@ class Ranking:
         """Newest behaviours that the window has room for."""
         most = self._config.max_history_tokens or self.model.max_history_tokens
         return max(1, (most - self.features.num_user_tokens) // self._tokens_per_event)
-
-    @property
-    def _tokens_per_event(self) -> int:
-        return self.engine.model.config.tokens_per_event
 
     @property
     def version(self) -> str:
@@ -276,7 +273,7 @@ class Ranking:
 
     async def _tried(self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease) -> tuple[Lease, T]:
         """Run one pass; if the device fails while it reads a prefix, run one more without the prefix."""
-        leased = replace(work, cached=lease.cached, keep=lease.keep)
+        leased = work.leasing(lease.cached, lease.keep)
         if lease.first_token:  # degraded
             leased = replace(leased, tokens=work.tokens.newest(len(work.tokens) - lease.first_token))
         try:

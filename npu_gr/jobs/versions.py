@@ -64,9 +64,11 @@ class ModelVersions(Generic[V]):
         Raises:
             NotFound: neither the current version nor the draining one has that name.
         """
+        if version is None:
+            return self.current
         served = self.all()[::-1]
         for each in served:
-            if version in (None, each.version):
+            if version == each.version:
                 return each
         names = " and ".join(repr(each.version) for each in served)
         raise NotFound(f"model_version: {quoted(version)} is not served; {names} {'is' if len(served) == 1 else 'are'}")

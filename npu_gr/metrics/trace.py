@@ -6,9 +6,10 @@ Source: W3C Trace Context, level 1.
 from __future__ import annotations
 
 import re
-import secrets
 from contextvars import ContextVar
 from typing import NamedTuple
+
+from npu_gr.core.ids import random_id
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -29,10 +30,10 @@ class Trace(NamedTuple):
 
 def begin(traceparent: str | None) -> Trace:
     """Begin a span in the trace of the caller; without a valid header begin a new trace, as the standard asks."""
-    span_id = secrets.token_hex(8)
+    span_id = random_id(64)
     match = _TRACEPARENT.fullmatch(traceparent or "")
     if match is None or (match[0].startswith("00") and match[4]):  # version 00 has four fields and no more
-        return Trace(secrets.token_hex(16), span_id, None, False)
+        return Trace(random_id(128), span_id, None, False)
     return Trace(match[1], span_id, match[2], bool(int(match[3], 16) & 1))
 
 

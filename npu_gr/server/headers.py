@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Mapping
 
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
+from npu_gr.core.ids import random_id
 
 REQUEST_ID = "X-Request-Id"
 RETRY_AFTER_MS = "Retry-After-Ms"  # beside Retry-After, which has whole seconds
@@ -23,7 +23,7 @@ BUDGET_HEADERS = (*_MS_HEADERS, "grpc-timeout")
 def request_id(headers: Mapping[str, str]) -> str:
     """Return the caller's id if it is printable ASCII of at most 128 characters, else make a new one."""
     given = headers.get(REQUEST_ID, "")
-    return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _VALID_ID.fullmatch(given) else random_id(128)
 
 
 def budget_s(headers: Mapping[str, str], default_s: float, max_s: float) -> float:

@@ -38,6 +38,7 @@ PARSED_AT = web.RequestKey("parsed_at", float)
 USER = web.RequestKey("user", UserKey)
 ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignore[arg-type]
 
+NO_ROUTE = "none"  # in the place of a pattern
 OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
 _CLOSING = (401, 413, 415)  # after these an answer closes its connection: the caller must begin anew
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
@@ -65,7 +66,8 @@ def middleware(
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        arrived_at, whole_at, has_s = _came(request)
+        connection = request.protocol if isinstance(request.protocol, Connection) else None
+        arrived_at, whole_at, has_s = _came(connection)
         request_id = headers.request_id(request.headers)
         request[ARRIVED_AT] = arrived_at
         request[ID] = request_id
@@ -77,10 +79,10 @@ def middleware(
         failure = None
         refusal = None
         try:
-            _check_address(request)
+            _check_address(request, connection, route)
             if route not in health_paths:
-                _check_sender(request)
-            _check_key(request, keys, rule_of.get((_method(request), route)))
+                _check_sender(request, connection)
+            _check_key(request, connection, keys, rule_of.get((_method(request), route)))
             _check_media(request)
             response = await handler(request)
             status = response.status
@@ -120,11 +122,12 @@ def middleware(
     return handle
 
 
-def _check_key(request: web.Request, keys: KeyRing, rule: Rule | None) -> None:
+def _check_key(request: web.Request, connection: Connection | None, keys: KeyRing, rule: Rule | None) -> None:
     """Check that the caller's key allows the request; what comes through a connection was found, and counted, there.
 
     Args:
         request: gets `KEY`.
+        connection: that it came through.
         keys: in force.
         rule: of the route; None = there is no such route, which only callers with a key are told.
 
@@ -133,7 +136,7 @@ def _check_key(request: web.Request, keys: KeyRing, rule: Rule | None) -> None:
     """
     if rule is not None and rule.scope is None:
         return
-    key = request.protocol.key if isinstance(request.protocol, Connection) else None
+    key = None if connection is None else connection.key
     is_new = key is None
     if key is None:
         sent = request.headers.get("Authorization")
@@ -150,26 +153,24 @@ def _method(request: web.Request) -> str:
     return "GET" if request.method == "HEAD" else request.method
 
 
-def _check_address(request: web.Request) -> None:
+def _check_address(request: web.Request, connection: Connection | None, route: str) -> None:
     """Check that the address that the request came to serves its route.
 
     Raises:
         NotFound: another one does.
     """
-    resource = request.match_info.route.resource
-    path = resource.canonical if resource else request.path
-    if isinstance(request.protocol, Connection) and not request.protocol.listener.serves(path):
+    path = request.path if route == NO_ROUTE else route
+    if connection is not None and not connection.listener.serves(path):
         raise NotFound(f"{path}: not at this address; the public and the admin address serve different routes")
 
 
-def _check_sender(request: web.Request) -> None:
+def _check_sender(request: web.Request, connection: Connection | None) -> None:
     """Check that no page of another site is behind the request.
 
     Raises:
         Forbidden: one is.
     """
-    to = request.protocol
-    is_loopback = isinstance(to, Connection) and to.listener.refuses_foreign_hosts and not to.is_trusted
+    is_loopback = connection is not None and connection.listener.refuses_foreign_hosts and not connection.is_trusted
     refuse_foreign_pages(request.headers, is_loopback=is_loopback)
 
 
@@ -196,10 +197,10 @@ def slot_of(request: web.Request) -> Slot | None:
     return request.protocol.slot if isinstance(request.protocol, Connection) else None
 
 
-def _came(request: web.Request) -> tuple[float, float, float]:
+def _came(connection: Connection | None) -> tuple[float, float, float]:
     """When the first byte of the request came, and its last; and what its caller granted from then on, in seconds."""
-    if isinstance(request.protocol, Connection):
-        return request.protocol.began_at, request.protocol.whole_at, request.protocol.has_s
+    if connection is not None:
+        return connection.began_at, connection.whole_at, connection.has_s
     now_at = time.monotonic()
     return now_at, now_at, float("inf")
 
@@ -207,7 +208,7 @@ def _came(request: web.Request) -> tuple[float, float, float]:
 def _route(request: web.Request) -> str:
     """The pattern of the matched route: there are few of them, and none holds what a caller put into its path."""
     resource = request.match_info.route.resource
-    return resource.canonical if resource else "none"
+    return resource.canonical if resource else NO_ROUTE
 
 
 def _span_attributes(ended: EndedRequest) -> dict[str, str | int]:

@@ -16,6 +16,7 @@ from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleE
 from npu_gr.engine.job import Demand, JobOrder, JobStep
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
+from tests.serving import until
 
 FAR = float("inf")
 
@@ -90,6 +91,17 @@ async def test_deadline_order_and_batches() -> None:
     assert device.batches == [["a", "b"], ["c", "d"], ["e"]]
     assert [done.value for done in results] == ["D", "B", "A", "C", "E"]
     assert all(done.queue_s > 0 and done.device_s >= 0 for done in results)
+
+
+async def test_what_is_submitted_in_one_turn_of_the_event_loop_shares_a_pass() -> None:
+    async with running(max_batch_requests=4, aging_s=99) as (scheduler, device):
+        await until(lambda: bool(scheduler._threads._changed._waiters))  # type: ignore[attr-defined]
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(scheduler.batch(Work("a"), device.run, FAR))]
+        loop.call_soon(time.sleep, 0.02)  # a long turn: a thread that is woken now would run "a" alone
+        tasks += [loop.create_task(scheduler.batch(Work(name), device.run, FAR)) for name in "bc"]
+        await asyncio.gather(*tasks)
+        assert device.batches == [["a", "b", "c"]]
 
 
 async def test_rows_bound_a_batch_and_a_call_stands_alone() -> None:
