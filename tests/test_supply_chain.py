@@ -54,7 +54,9 @@ def test_the_lock_has_what_the_project_asks_for() -> None:
 
 def test_the_image_has_whatever_a_process_in_it_may_ask_for() -> None:
     """Of each extra that a message of ours tells somebody to install."""
-    told = {extra for path in (ROOT / "npu_gr").rglob("*.py") for extra in re.findall(r"npu_gr\[(\w+)\]", path.read_text())}
+    told = {
+        extra for path in (ROOT / "npu_gr").rglob("*.py") for extra in re.findall(r"npu_gr\[(\w+)\]", path.read_text())
+    }
     assert {"grpc", "otel", "redis", "picker"} <= told
     assert told - OF_THE_BASE - NOT_OF_AN_IMAGE - {"client"} == set(EXTRAS)
     assert "$(LOCK) $(IMAGE_EXTRAS:%=--extra %) pyproject.toml" in (ROOT / "Makefile").read_text()
