@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := npu_gr tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test lint format ruff types words native files security images lock proto sbom bench monitor has-prometheus acceptance-npu kernels clean
+.PHONY: docs demo test lint format ruff types words native files security images lock proto sbom bench monitor can-monitor acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -83,10 +83,23 @@ format: $(VENV)/installed
 	@if [ -x $(BIN)/clang-format ]; then find ops tests npu_gr -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
-monitor: has-prometheus $(VENV)/installed
+monitor: can-monitor $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING monitor
-has-prometheus:
-	@command -v prometheus > /dev/null || { echo "make monitor needs the program prometheus: apt-get install prometheus"; exit 1; }
+
+# all that monitor lacks, in one message, before anything is installed or trained; with Grafana alone missing it goes on
+can-monitor:
+	@lacks=; \
+	command -v prometheus > /dev/null || lacks="$$lacks  the program prometheus: apt-get install prometheus\n"; \
+	if $(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then \
+	  for port in 8080 8081 9090; do \
+	    $(PYTHON) -c "import socket; socket.create_server(('127.0.0.1', $$port))" 2> /dev/null \
+	      || lacks="$$lacks  port $$port, which is in use: npu-gr monitor --help names the options\n"; \
+	  done; \
+	else lacks="$$lacks  Python 3.11 or newer with venv: apt-get install python3 python3-venv, or PYTHON=...\n"; fi; \
+	for shows in grafana-server grafana docker podman; do ! command -v $$shows > /dev/null || has_grafana=1; done; \
+	[ "$$has_grafana" ] || printf '%s\n' "no Grafana and no Docker: the dashboards are written all the same, to be" \
+	  "  imported into a Grafana of yours; apt-get install docker.io, and monitor says what to type then"; \
+	[ -z "$$lacks" ] || { printf "make monitor lacks\n$$lacks"; exit 1; }
 
 bench: $(VENV)/installed
 	$(BIN)/npu-gr bench rank

@@ -66,6 +66,7 @@ def test_the_client_is_imported(bare: Path, tmp_path: Path) -> None:
 
 
 def test_a_server_says_what_it_needs(bare: Path, tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text("backend: cpu\n")
     done = subprocess.run(
         [bare / "npu-gr", "serve", "--config", "serve.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )

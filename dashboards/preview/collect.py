@@ -6,6 +6,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
+from typing import Any
 
 POINTS = 240
 
@@ -21,14 +22,10 @@ def legend(text: str, labels: dict[str, str]) -> str:
     return re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: labels.get(match[1], ""), text)
 
 
-def main(path: str, prometheus: str, out: str, minutes: str = "15") -> None:
-    """Ask for a range of every expression."""
-    with open(path) as file:
-        board = json.load(file)
-    end = time.time()
-    start = end - 60 * float(minutes)
+def collect(board: dict[str, Any], prometheus: str, start: float, end: float) -> dict[int, list[dict[str, Any]]]:
+    """Ask for a range of every expression; returns the series of each panel, by its id."""
     step = max(1, int((end - start) / POINTS))
-    panels: dict[int, list[dict[str, object]]] = {}
+    panels: dict[int, list[dict[str, Any]]] = {}
     for panel in board["panels"]:
         for target in panel.get("targets", ()):
             query = {"query": expand(target["expr"], step), "start": start, "end": end, "step": step}
@@ -44,6 +41,16 @@ def main(path: str, prometheus: str, out: str, minutes: str = "15") -> None:
                 }
                 for series in found
             )
+    return panels
+
+
+def main(path: str, prometheus: str, out: str, minutes: str = "15") -> None:
+    """Write what the preview of Grafana's components reads."""
+    with open(path) as file:
+        board = json.load(file)
+    end = time.time()
+    start = end - 60 * float(minutes)
+    panels = collect(board, prometheus, start, end)
     with open(out, "w") as file:
         file.write("window.__PREVIEW__=" + json.dumps({"board": board, "panels": panels, "range": [start, end]}))
 

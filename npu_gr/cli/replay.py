@@ -353,12 +353,12 @@ def convert_access_log(
 
     Fields are named as docs/own-data.md lists them. Lines that are no request of a user are left out and counted.
     """
-    from npu_gr.replay.access_log import AccessLog, AccessLogOptions
+    from npu_gr.replay.access_log import AccessLogOptions, AccessLogSource
     from npu_gr.replay.files import in_time_order, write
 
     named = {"fields": _pairs("--field", fields), "routes": _pairs("--route", routes)}
     options = _checked(AccessLogOptions, **named, **given)
-    log = AccessLog(logs, options, None if checkpoint is None else _actions(checkpoint))
+    log = AccessLogSource(logs, options, None if checkpoint is None else _actions(checkpoint))
     write(out, in_time_order(f"{out}: record", enumerate(log, 1)))
     click.echo("\n".join([*log.told(out), "", f"next: npu-gr replay {out} --url http://127.0.0.1:8080"]))
 

@@ -46,6 +46,25 @@ class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, int]  # state -> bytes
 
 
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What the newest answers of one tenant, or of one version of a model, were."""
+
+    num: int
+    per_s: float
+    in_time_ratio: float
+    p99_s: float
+
+
+class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of a model: the one that serves, or one that drains beside it."""
+
+    name: str
+    version: str
+    device: str
+    is_draining: bool
+    served: Served | None  # None = it answered nothing lately
+
+
 class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One of the slowest of the newest requests."""
 
@@ -83,6 +102,8 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     queue: dict[str, float] = {}  # jobs that wait, requests in flight, and the limits of both
     slow: list[SlowRequest] = []
     instances: list[InstanceStatus] = []
+    models: list[ModelStatus] = []
+    tenants: dict[str, Served] = {}  # "" = requests that name none
     links: dict[str, str] = {}  # words -> path on this server
 
 

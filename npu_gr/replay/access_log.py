@@ -63,7 +63,7 @@ class _Left(Exception):
 
 
 @dataclass
-class AccessLog:
+class AccessLogSource:
     """The records of access logs, in the lines' order; iterating fills the counts.
 
     Args:

@@ -141,7 +141,8 @@ def cloud(
         dots = "".join(f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="1.8"/>' for a, b in points)
         parts.append(f'<g fill="{colour}" fill-opacity="0.45"><title>{escape(name)}</title>{dots}</g>')
     for band in bands[1]:
-        left, top, right, bottom = _x(x, band.start), _y(y, band.high), _x(x, band.end), _y(y, band.low)
+        left, right = _x(x, band.start), _x(x, band.end)
+        top, bottom = _y(y, band.high), _y(y, band.low)
         shape = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}"'
         edges = f"M{left:.1f},{top:.1f} H{right:.1f} M{left:.1f},{bottom:.1f} H{right:.1f}"
         words = f"<title>{escape(bands[0])}: {number(band.low)} to {number(band.high)}</title>"

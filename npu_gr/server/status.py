@@ -9,10 +9,11 @@ from typing import Any
 from npu_gr import __version__
 from npu_gr.core.errors import NotFound
 from npu_gr.core.kinds import KINDS, RANK, Kind
+from npu_gr.metrics.recent import Share
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
 from npu_gr.metrics.slo import SLOT_S, Counts
-from npu_gr.metrics.status import Goodput, SlowRequest, StatusReport, TierStatus, Timeline
+from npu_gr.metrics.status import Goodput, ModelStatus, Served, SlowRequest, StatusReport, TierStatus, Timeline
 from npu_gr.server.newest import AccessLine, NewestRequests
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -37,6 +38,7 @@ async def status(service: ServiceProtocol, metrics: Metrics, newest: NewestReque
         uptime_s: since the service started.
     """
     ready, why_not = service.is_ready()
+    recent = metrics.requests.recent
     return StatusReport(
         name="instance",
         ready=ready,
@@ -56,8 +58,28 @@ async def status(service: ServiceProtocol, metrics: Metrics, newest: NewestReque
         ],
         queue=dict(metrics.waiting()),
         slow=[_slow(KINDS[name], line) for name, line in newest.slowest(NUM_SLOW, RECENT_S)],
+        models=_models(service, metrics),
+        tenants={tenant: _served(share) for tenant, share in recent.shares(lambda one: one.tenant).items()},
         links=LINKS,
     )
+
+
+def _models(service: ServiceProtocol, metrics: Metrics) -> list[ModelStatus]:
+    shares = metrics.requests.recent.shares(lambda one: one.version)
+    return [
+        ModelStatus(
+            name=model.name,
+            version=model.version,
+            device=model.device,
+            is_draining=model.is_draining,
+            served=_served(shares[model.version]) if model.version in shares else None,
+        )
+        for model in service.models()
+    ]
+
+
+def _served(share: Share) -> Served:
+    return Served(**share._asdict())
 
 
 def _slow(kind: Kind[Any, Any], line: AccessLine) -> SlowRequest:

@@ -111,7 +111,7 @@ class Service:
                 else:
                     with await self._entered(kind, request, budget_s) as own:
                         answer = await job.run(request, Call(arrived_at, deadline_at, own, tenant))
-        self.parts.metrics.requests.answered(kind, answer, time.monotonic() - arrived_at)
+        self.parts.metrics.requests.served(kind, tenant, answer, time.monotonic() - arrived_at)
         return answer
 
     async def _entered(self, kind: Kind[Any, Any], request: Request, budget_s: float) -> Slot:

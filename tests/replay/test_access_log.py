@@ -16,7 +16,7 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import ActionNames, item_id
 from npu_gr.replay.access_fields import read_time
-from npu_gr.replay.access_log import AccessLog, AccessLogOptions
+from npu_gr.replay.access_log import AccessLogOptions, AccessLogSource
 from npu_gr.replay.files import read
 from npu_gr.replay.line_format import KNOWN, line_format, look_up
 from npu_gr.replay.log import QueryRecord
@@ -39,9 +39,9 @@ def converted(folder: Path, lines: list[str], actions: ActionNames | None = None
     return list(access_log(folder, lines, actions, **options))
 
 
-def access_log(folder: Path, lines: list[str], actions: ActionNames | None = None, **options: Any) -> AccessLog:
+def access_log(folder: Path, lines: list[str], actions: ActionNames | None = None, **options: Any) -> AccessLogSource:
     (folder / "access.log").write_text("\n".join(lines) + "\n")
-    return AccessLog([folder / "access.log"], AccessLogOptions(**options), actions)
+    return AccessLogSource([folder / "access.log"], AccessLogOptions(**options), actions)
 
 
 def test_lines_of_nginx_become_ranks_at_their_arrival_and_the_others_are_counted(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_bad_lines_may_be_left_out_and_a_field_that_no_line_has_is_a_mistake(tmp
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        AccessLog([Path("access.log")], AccessLogOptions(**options))
+        AccessLogSource([Path("access.log")], AccessLogOptions(**options))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_what_is_no_time_is_refused(value: Any) -> None:
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30))
 def test_requests_of_one_second_stay_in_it_in_their_order(offsets: list[int]) -> None:
-    log = AccessLog([], AccessLogOptions(fields={"ts": "t", "user_id": "u"}, kind="match"))
+    log = AccessLogSource([], AccessLogOptions(fields={"ts": "t", "user_id": "u"}, kind="match"))
     lines = [json.dumps({"t": AT + offset, "u": str(place)}).encode() for place, offset in enumerate(offsets)]
     log._records = lambda: (made for line in lines for made in log._of_line("", line))  # type: ignore[method-assign]
     records = list(log)

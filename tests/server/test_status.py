@@ -38,6 +38,23 @@ async def test_the_json_says_what_happened(tmp_path: Path) -> None:
     columns = rank["timeline"]
     assert len(columns["good"]) == len(columns["bad"]) == len(columns["p99_s"]) == 60
     assert status["links"]["metrics"] == "/metrics"
+    (model,) = status["models"]
+    assert (model["name"], model["version"], model["is_draining"]) == ("tiny", status["versions"]["tiny"], False)
+    assert model["served"]["num"] == 2
+    assert list(status["tenants"]) == [""]
+
+
+async def test_tenants_stand_apart(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (client, service):
+        for tenant in ("shop", "shop", "café"):
+            await client.post("/v1/rank", json=RANK | {"tenant": tenant})
+        service.parts.metrics.requests.recent.add("shop", "of before", 9.0, is_good=False)  # a version that is gone
+        status = await (await client.get("/debug/status")).json()
+    shop, other = status["tenants"].values()
+    assert list(status["tenants"]) == ["shop", "café"]
+    assert (shop["num"], shop["p99_s"], other["num"]) == (3, 9.0, 1)
+    assert shop["in_time_ratio"] < other["in_time_ratio"] or other["in_time_ratio"] == 0
+    assert [model["served"]["num"] for model in status["models"]] == [3]
 
 
 async def test_a_timeline_has_what_came_and_when(tmp_path: Path) -> None:
@@ -108,7 +125,8 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
                 long_ago, Result.SLOW if number % 3 else Result.GOOD, took_s=6.0 if number % 3 else 0.01
             )
 
-        await client.post("/v1/rank", json=RANK, headers=headers)
+        for tenant in ("", "shop"):
+            await client.post("/v1/rank", json=RANK | {"tenant": tenant}, headers=headers)
 
         def first_look() -> None:
             browser.get(str(client.make_url("/")))
@@ -118,8 +136,12 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
                 browser.find_element(By.CSS_SELECTOR, "#login button").click()
                 until(lambda said=said: shown("state") == said)
             until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
-            assert "miss full 1" in shown("outcomes-rank")
-            assert "hbm: 1 prefix, budget" in shown("tiers")
+            assert "miss full 2" in shown("outcomes-rank")
+            assert "hbm: 2 prefixes, budget" in shown("tiers")
+            assert of_all("#models tbody td", "part.innerText")[:4:2] == ["tiny", "serves"]
+            assert of_all("#tenants tbody td:first-child", "part.innerText") == ["(none named)", "shop"]
+            unnamed = "[...part.querySelectorAll('[role=img]:not([aria-label]), table:not([aria-label])')].length"
+            assert of_all("main", unnamed) == [0]
             free = of_all("#tiers .bar .free", "getComputedStyle(part).backgroundColor")
             used = of_all("#tiers .bar i:not(.free)", "getComputedStyle(part).backgroundColor")
             assert set(free) == {"rgba(0, 0, 0, 0)"}, "what is free is drawn as no use"

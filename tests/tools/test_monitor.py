@@ -26,18 +26,39 @@ def test_all_that_is_lacking_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     check_machine({"--port": free_port()})
 
 
-def test_make_says_so_before_it_installs_anything(tmp_path: Path) -> None:
-    for name in ("make", "sh"):
-        (tmp_path / name).symlink_to(f"/usr/bin/{name}")
+def made(folder: Path, *words: str) -> tuple[int, str]:
+    """What make says with the programs of a folder, and no others."""
+    (folder / "make").symlink_to("/usr/bin/make")
+    (folder / "sh").symlink_to("/usr/bin/sh")
+    command = ["make", *words, f"VENV={folder}/venv"]
     done = subprocess.run(
-        ["make", "monitor", f"VENV={tmp_path}/venv"],
-        cwd=ROOT,
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+        command, cwd=ROOT, env={"PATH": str(folder)}, capture_output=True, text=True, check=False, timeout=60
     )
-    assert done.returncode != 0
-    assert done.stdout == "make monitor needs the program prometheus: apt-get install prometheus\n"
-    assert not (tmp_path / "venv").exists()
+    assert not (folder / "venv").exists()
+    return done.returncode, done.stdout
+
+
+def test_make_says_so_before_it_installs_anything(tmp_path: Path) -> None:
+    code, told = made(tmp_path, "monitor")
+    assert code != 0
+    assert told.splitlines() == [
+        "no Grafana and no Docker: the dashboards are written all the same, to be",
+        "  imported into a Grafana of yours; apt-get install docker.io, and monitor says what to type then",
+        "make monitor lacks",
+        "  the program prometheus: apt-get install prometheus",
+        "  Python 3.11 or newer with venv: apt-get install python3 python3-venv, or PYTHON=...",
+    ]
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_make_goes_on_with_what_is_needed_and_without_grafana(tmp_path: Path, is_taken: bool) -> None:
+    (tmp_path / "prometheus").write_text("#!/bin/sh\n")
+    # a Python whose port 9090 is in use, or not, whatever this machine's is
+    refuses = 'case "$2" in *9090*) exit 1;; esac' if is_taken else ""
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{refuses}\n")
+    (tmp_path / "docker").write_text("#!/bin/sh\n")
+    for program in tmp_path.iterdir():
+        program.chmod(0o755)
+    code, told = made(tmp_path, "can-monitor", "PYTHON=python")
+    says = "make monitor lacks\n  port 9090, which is in use: npu-gr monitor --help names the options\n"
+    assert (code == 0, told) == ((False, says) if is_taken else (True, ""))

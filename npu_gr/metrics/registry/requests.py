@@ -19,6 +19,7 @@ from prometheus_client import Counter, Histogram
 from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome
+from npu_gr.metrics.recent import RecentAnswers
 from npu_gr.metrics.registry.families import LATENCY_S, Families, children
 from npu_gr.metrics.slo import Counts, Interval, Objective, Promise, Result, Rolling, is_promised, judge
 from npu_gr.metrics.trace import exemplar
@@ -73,6 +74,7 @@ class RequestMetrics:
         self._clock = clock
         self.objectives = {objective.kind: objective for objective in objectives}
         self.rolling = {kind: Rolling() for kind in self.objectives}
+        self.recent = RecentAnswers(clock)
         all_edges_s = sorted({*LATENCY_S, *(o.threshold_s for o in self.objectives.values())})
         self.in_flight = make.gauge("requests_in_flight", "HTTP requests being served now.")
         self._requests = children(
@@ -209,6 +211,12 @@ class RequestMetrics:
     def broken(self, status: int) -> None:
         """Count a request that ended before its route was known: it was no HTTP, too slow, or too large."""
         self._requests("none", status).inc()
+
+    def served(self, kind: Kind[Any, Any], tenant: str, answer: Answer, took_s: float) -> None:
+        """Count an answer that a caller asked for, as `answered`, and by who asked and what answered."""
+        self.answered(kind, answer, took_s)
+        version = getattr(answer, "model_version", "")
+        self.recent.add(tenant, version, took_s, is_good=took_s <= self.objectives[kind.name].threshold_s)
 
     def answered(self, kind: Kind[Any, Any], answer: Answer, took_s: float) -> None:
         """Count an answer of the service, whether HTTP or a cascade asked for it."""
