@@ -6,8 +6,8 @@
     user's tokens          see the whole history (E4), or with `contextual_seq_len: 0` what stands before them
     logits                 an MLP of the product of a candidate's final row with an MLP of its item
 
-Source: its public code, `tzrec/models/dlrm_hstu.py`, `tzrec/modules/gr/` and `tzrec/modules/task_tower.py`; settings
-are those of its `pipeline.config`, with the defaults of its protocol buffers.
+Source: its public code, `DlrmHSTU`, `HSTUTransducer` and what they are made of; settings are those of its
+`pipeline.config`, with the defaults of its protocol buffers.
 """
 
 from __future__ import annotations
