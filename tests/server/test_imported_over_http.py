@@ -133,7 +133,8 @@ async def test_contextual_tokens_of_torcheasyrec(tmp_path: Path) -> None:
             },
             "features": {"user": {"user_id": user_id, "age": age, "city": [None, "x", "oslo", "rome", "lima"][city]}},
         }
-        asked: dict[str, Any] = {"candidates": known["in.candidates"].tolist(), "timestamp": int(known["in.times"][user, n])}
+        asked: dict[str, Any] = {"candidates": known["in.candidates"].tolist()}
+        asked["timestamp"] = int(known["in.times"][user, n])
         sections: dict[str, Any] = {"service": {"cut_step_tokens": 1}, "relay": {"enabled": is_cached}}
         async with serving(tmp_path, **sections) as (client, service):
             if is_cached:
