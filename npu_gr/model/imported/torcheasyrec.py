@@ -228,7 +228,7 @@ def _places(
         source.refuse(f"time_bucket_fn = {function!r}: only 'sqrt' or 'log' converts")
         function = "sqrt"
     unit_s = float(encoder.one("time_bucket_increments", 60.0))
-    buckets = TimeBuckets(function=function, count=max(len(times), 2), unit_s=unit_s)
+    buckets = TimeBuckets(function=function, count=max(len(times), 2), unit_s=unit_s, of_float32=True)
     return num_positions, {"positions": "reverse", "query_times": buckets}
 
 
