@@ -91,7 +91,8 @@ class Tokens:
     def _fingerprint(self, num_tokens: int) -> str:
         """Features count as the model reads them: what it does not know of them is the same as what is missing."""
         num_events = max(num_tokens - self.num_user, 0)
-        plain = replace(self.events[:num_events], features=NO_COLUMNS).fingerprint()
+        events = self.events if num_events == len(self.events) else self.events[:num_events]
+        plain = (replace(events, features=NO_COLUMNS) if events.features else events).fingerprint()
         rows = self.rows[:num_events]
         if len(new := rows[rows >= self.first_new_row]):
             plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
@@ -160,7 +161,7 @@ def tokenize(
         Unprocessable: an action the model does not know, an unknown item with `refuse_unknown`, or a feature of the
             user that is none of the model's or does not fit.
     """
-    if len(events) and (int(events.actions.min()) < 0 or int(events.actions.max()) >= num_actions):
+    if len(events) and int(events.actions.view(np.uint16).max()) >= num_actions:  # unsigned, a negative one is large
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
     step = -(-cut_step_tokens // tokens_per_event)

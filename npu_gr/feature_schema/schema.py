@@ -20,6 +20,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 
 from npu_gr.feature_schema.computed import OF_TIME, read_rule
+from npu_gr.feature_schema.factors import MF_SCORE
 
 Of = Literal["user", "event", "request", "item", "cross"]
 OFS: tuple[Of, ...] = get_args(Of)
@@ -82,6 +83,8 @@ class Feature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         elif self.of == "cross":
             if self.kind != "number":
                 raise ValueError(f"features.{self.name}: computed: {self.computed} is a number")
+            if self.computed == MF_SCORE and self.actions:
+                raise ValueError(f"features.{self.name}: actions: {MF_SCORE} reads what every action is worth")
             try:
                 read_rule(self.computed)
             except ValueError as error:

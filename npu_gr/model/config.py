@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from npu_gr.core.settings import Count
+from npu_gr.feature_schema.factors import MF_SCORE
 from npu_gr.feature_schema.schema import Feature, Of, check_features
 
 
@@ -137,6 +138,11 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def features_of(self, of: Of) -> tuple[Feature, ...]:
         """The features of one `of`, in the order of the checkpoint."""
         return tuple(feature for feature in self.features if feature.of == of)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether it holds a matrix factorisation, which a cross feature reads."""
+        return any(feature.computed == MF_SCORE for feature in self.features_of("cross"))
 
     @property
     def num_user_tokens(self) -> int:

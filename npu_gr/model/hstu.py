@@ -30,6 +30,7 @@ from npu_gr.backend.base import Affine, Backend, HstuPass
 from npu_gr.backend.calls import HstuCall, HstuLayerCall, HstuPassCall, HstuSegment
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.feature_schema.factors import NUM_FACTORS
 from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
@@ -48,6 +49,8 @@ class HSTU(nn.Module):
     codes: ItemCodeRows  # only with `item_codes`
     item_feature_codes: Tensor
     item_feature_numbers: Tensor
+    factors_of_items: Tensor  # only with `mf_score`, as is the next one; see `feature_schema/factors.py`
+    factors_of_actions: Tensor
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
@@ -72,6 +75,9 @@ class HSTU(nn.Module):
             missing = self._table_of("item").missing(config.num_items)
             self.register_buffer("item_feature_codes", missing.codes.clone())
             self.register_buffer("item_feature_numbers", missing.numbers.clone())
+        if config.has_factors:
+            self.register_buffer("factors_of_items", torch.zeros(config.num_items, 1 + NUM_FACTORS))
+            self.register_buffer("factors_of_actions", torch.zeros(len(config.actions)))
         if config.positions != "none":
             self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
@@ -101,9 +107,12 @@ class HSTU(nn.Module):
         """Compute in `dtype`, in place.
 
         The residual stream, features, norms and head of a bf16 model stay fp32: they are cheap, and a bf16 residual
-        would turn every rounding difference of a split into a visible one.
+        would turn every rounding difference of a split into a visible one. Factors stay as they are: nothing of the
+        model computes with them.
         """
+        kept = {name: values for name, values in self.named_buffers(recurse=False) if name.startswith("factors_")}
         self.to(dtype)
+        self._buffers.update(kept)
         if dtype == torch.bfloat16:
             self.features.float()
             self.norm_head.float()
