@@ -16,7 +16,7 @@ class NewItem:
     item_id: int
     name: str = ""  # that the id was made of; "" = the id itself
     title: str = ""
-    sid: tuple[int, ...]
+    sid: tuple[int, ...] = ()  # none = one is made of its features
     order: float | None = None
     attributes: dict[str, bool | int | float | str] = field(default_factory=dict)
     # by name, what the ranker knows of the item beside its codes

@@ -38,6 +38,7 @@ USERS = "users.parquet"
 ITEMS = "items.parquet"
 REJECTED = "rejected.jsonl"
 FEATURE = "feature."  # begins the name of a feature's column
+NUMBER = "number."  # begins that of the numbers whose ranges are the feature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,16 @@ class Dataset:
             DataError: a file is missing or damaged.
         """
         columns = {one["name"]: FEATURE + one["name"] for one in self.manifest["features"]}
-        table = self._read(ITEMS, ["id", *columns.values()])
+        there = self._columns_of(ITEMS)
+        numbers = {name: NUMBER + name for name in columns if NUMBER + name in there}
+        table = self._read(ITEMS, ["id", *columns.values(), *numbers.values()])
         ids = table["id"].to_pylist()
-        return [_values(name, ids, table[column].combine_chunks()) for name, column in columns.items()]
+        found = [_values(name, ids, table[column].combine_chunks()) for name, column in columns.items()]
+        for one in found:
+            if one.name in numbers:
+                own = zip(ids, table[numbers[one.name]].to_pylist(), strict=True)
+                one.numbers.update((item, number) for item, number in own if number is not None)
+        return found
 
     @cached_property
     def names(self) -> ItemNames:
@@ -111,6 +119,13 @@ class Dataset:
         """
         table = self._read(ITEMS, ["name", "title"])
         return ItemNames.make(table["name"].to_pylist(), table["title"].to_pylist())
+
+    def _columns_of(self, name: str) -> list[str]:
+        path = self.folder / name
+        try:
+            return list(pq.read_schema(path).names)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: {error}; npu-gr prepare makes it anew") from error
 
     def _read(self, name: str, columns: list[str]) -> Any:
         path = self.folder / name

@@ -42,6 +42,7 @@ class ItemColumn:
     column: str
     kind: str  # "one", "many" or "buckets"; in the manifest
     cells: list[list[str]]  # values of each item
+    numbers: list[float | None] = field(default_factory=list)  # of each item, where the values are ranges of them
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,4 +158,4 @@ def _buckets(name: str, numbers: Sequence[float | None]) -> ItemColumn:
     filled = np.array([np.inf if number is None else number for number in numbers])
     places = bucket_of(filled, edges).tolist()
     cells = [[] if number is None else [names[at]] for number, at in zip(numbers, places, strict=True)]
-    return ItemColumn(name, "buckets", cells)
+    return ItemColumn(name, "buckets", cells, list(numbers))

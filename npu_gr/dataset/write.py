@@ -15,7 +15,7 @@ from npu_gr.core.names import item_ids
 from npu_gr.core.private import make_private
 from npu_gr.dataset.actions import ActionKind, Actions
 from npu_gr.dataset.arrow import pa, pq
-from npu_gr.dataset.files import EVENTS, FEATURE, ITEMS, USERS
+from npu_gr.dataset.files import EVENTS, FEATURE, ITEMS, NUMBER, USERS
 from npu_gr.dataset.items import ItemTable
 from npu_gr.dataset.log_features import LogFeature
 from npu_gr.dataset.names import LoggedItems
@@ -166,6 +166,9 @@ def write_items(folder: Path, logged: LoggedItems, table: ItemTable | None) -> I
             columns[FEATURE + feature.column] = pa.array(cells, pa.list_(pa.string()))
         else:
             columns[FEATURE + feature.column] = pa.array([cell[0] if cell else None for cell in cells], pa.string())
+        if feature.numbers:
+            own = [None if (row := rows[place]) is None else feature.numbers[row] for place in by_id]
+            columns[NUMBER + feature.column] = pa.array(own, pa.float64())
     pq.write_table(pa.table(columns), folder / ITEMS, compression=_COMPRESSION)
     return ItemCounts(
         all=len(names),

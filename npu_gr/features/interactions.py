@@ -10,7 +10,7 @@ import importlib.metadata
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class ItemValues:
     name: str
     values: list[str]  # vocabulary
     of_item: dict[int, list[int]]  # external item id -> indices into `values`
+    numbers: dict[int, float] = field(default_factory=dict)  # what the values are ranges of; none = they are no ranges
 
 
 def read_interactions(

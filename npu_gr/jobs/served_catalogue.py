@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from npu_gr.catalogue.centroids import Centroids, SidMaker
 from npu_gr.catalogue.filter_cache import FilterCache
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.records import Record, as_items, read_items
@@ -57,6 +58,7 @@ class ServedCatalogue:
         self._device = device
         self._catalogue = Catalogue()
         self._names = EMPTY
+        self._centroids: Centroids | None = None  # beside the file
         self.filters = FilterCache(filter_cache_bytes)
         self.follow: Follow = nobody  # asked before a version comes into service, which it may refuse
         self._tables: dict[str, Tables] = {}  # content -> tables, of the version in service and of the one kept
@@ -81,12 +83,16 @@ class ServedCatalogue:
             What `before` raises; the same.
         """
         names = await asyncio.to_thread(ItemNames.load, self._path.parent) or EMPTY
+        centroids = await asyncio.to_thread(Centroids.load, self._path.parent)
         info = await self._publish(self._read, before, is_strict=False)
         self._names = names
+        self._centroids = centroids
         return info
 
     async def update(self, change: CatalogueChange, before: Before = anything) -> CatalogueInfo:
         """Serve a version with items added, withdrawn and restored. The file does not change, so a reload undoes this.
+
+        An item without a semantic ID gets one by the centroids beside the file.
 
         Raises:
             DataError: names the item and the reason; the version served before still is.
@@ -96,9 +102,10 @@ class ServedCatalogue:
         def changed() -> Snapshot:
             with self._catalogue.pin() as snapshot:
                 if change.add:
+                    sids = SidMaker(snapshot.trie, self._centroids).all_of(change.add)
                     records = [
-                        Record(new.item_id, list(new.sid), new.order, new.attributes, new.features)
-                        for new in change.add
+                        Record(new.item_id, list(sid), new.order, new.attributes, new.features)
+                        for new, sid in zip(change.add, sids, strict=True)
                     ]
                     names = snapshot.names
                     snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))

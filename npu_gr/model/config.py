@@ -38,6 +38,7 @@ class TimeBuckets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     count: Annotated[int, msgspec.Meta(ge=2, le=65_536)]
     unit_s: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     divisor: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    of_float32: bool = False  # of `query_times`: differences of times that were rounded to float32
 
 
 class TimePeriod(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -210,6 +211,9 @@ def write_keys(config: HSTUConfig) -> dict[str, Any]:
     for key in LATER:
         if keys[key] == defaults[key]:
             del keys[key]
+    for key in ("time_buckets", "query_times"):
+        if (buckets := keys.get(key)) and not buckets["of_float32"]:
+            del buckets["of_float32"]
     for feature in keys["item_features"]:
         if not feature["values"]:
             del feature["values"]

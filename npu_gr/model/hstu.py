@@ -254,7 +254,9 @@ class HSTU(nn.Module):
             x = x + self.position(torch.cat([self._positions(s) for s in segments]))
         if self.config.query_times is not None:
             assert isinstance(self.query_edges, Tensor)
-            ahead = torch.cat([part for s in segments for part in (_ahead(s), torch.zeros_like(s.candidates))])
+            is_float = self.config.query_times.of_float32
+            parts = [part for s in segments for part in (_ahead(s, is_float), torch.zeros_like(s.candidates))]
+            ahead = torch.cat(parts)
             x = x + self.query_time(torch.bucketize(ahead, self.query_edges, right=True))
         return x.to(self._residual_dtype)
 
@@ -488,18 +490,25 @@ class HSTU(nn.Module):
         return ops.affine(self.norm_next(x), self.vector, 0, self.config.dim, False)
 
 
-def _ahead(segment: Segment) -> Tensor:
-    """Seconds from each new token to the request, int64 [n]; public code has the user's tokens of the year 1970."""
-    ahead = segment.candidate_time - segment.times
-    ahead[: segment.num_user_tokens] = segment.candidate_time
-    return ahead
+def _ahead(segment: Segment, is_float: bool) -> Tensor:
+    """Seconds from each new token to the request, int64 [n]; public code has the user's tokens of the year 1970.
+
+    Args:
+        segment: of the tokens.
+        is_float: of times that float32 rounds, in this century to multiples of 128.
+    """
+    times = segment.times.clone()
+    times[: segment.num_user_tokens] = 0
+    at = torch.full_like(times, segment.candidate_time)
+    return (at.float() - times.float()).long() if is_float else at - times
 
 
 def _seeing_all(layer: HSTULayer, call: HstuCall, num_rows: int) -> HstuCall:
     """Let the first rows of a whole history attend to all of it: as candidates would, whose own key adds nothing."""
-    q, nothing = call.q[:num_rows], (torch.zeros_like(call.k[:num_rows]), torch.zeros_like(call.v[:num_rows]))
+    q = call.q[:num_rows]
+    nothing = call.v.new_zeros(num_rows, *call.v.shape[1:])
     slabs = [*call.cached, (call.k, call.v)] if len(call.k) else call.cached
-    return HstuCall(q, *nothing, slabs, call.times, layer.bias, call.alpha)
+    return HstuCall(q, torch.zeros_like(q), nothing, slabs, call.times, layer.bias, call.alpha)
 
 
 def _asking(

@@ -80,6 +80,9 @@ def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
     assert found["nested.colour"][one] == ["c1"]
     assert len({values[0] for values in found["price"].values() if values}) == 10
     assert found["price"][one] == ["price<=9"]
+    numbers = {one.name: one.numbers for one in prepared.dataset.item_features()}
+    assert numbers["price"] == {item_id(f"i{at}"): at * 1.5 for at in range(1, 60)}, "none of what is missing"
+    assert {name for name, own in numbers.items() if own} == {"price"}
     assert prepared.manifest["left_out"] == {
         "sku2": "60 distinct values for 60 items: nearly a name of each",
         "empty": "empty",

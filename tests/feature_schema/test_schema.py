@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from npu_gr.feature_schema.schema import MOST_FEATURES, Feature, check_features
+from npu_gr.feature_schema.schema import MOST_FEATURES, MOST_WHOLE, Feature, check_features
 
 NUMBER: dict[str, Any] = {"name": "age", "of": "user", "kind": "number"}
 CATEGORY: dict[str, Any] = {"name": "age", "of": "user", "kind": "category", "values": ("a", "b")}
@@ -26,6 +26,8 @@ CATEGORY: dict[str, Any] = {"name": "age", "of": "user", "kind": "category", "va
         ({**NUMBER, "max_values": 2}, "max_values"),
         ({**NUMBER, "borders": (2.0, 1.0)}, "ascend"),
         ({**NUMBER, "borders": (2.0, 2.0)}, "ascend"),
+        ({**NUMBER, "num_buckets": 3, "borders": (1.0,)}, "num_buckets"),
+        ({**NUMBER, "num_buckets": MOST_WHOLE + 1}, "num_buckets"),
         ({**NUMBER, "mean": float("nan")}, "finite"),
         ({**NUMBER, "scale": 0.0}, "over 0"),
     ],
@@ -40,6 +42,8 @@ def test_rows_of_the_table() -> None:
     assert Feature(name="id", of="user", kind="hashed", num_buckets=10).num_rows == 11
     assert Feature(**NUMBER, borders=(1.0, 2.0)).num_rows == 4, "three intervals, missing"
     assert Feature(**NUMBER).num_rows == 0
+    numbered = Feature(**NUMBER, num_buckets=MOST_WHOLE)
+    assert (numbered.num_rows, numbered.is_dense) == (MOST_WHOLE + 1, False), "whole numbers, missing"
 
 
 def test_names_of_one_kind_are_distinct_and_not_too_many() -> None:

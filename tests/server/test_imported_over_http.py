@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from npu_gr.cli.import_ import FAMILIES
 from npu_gr.cli.main import main
 from npu_gr.model.imported.families import FAMILIES as KNOWN
-from tests.model.imported.test_parity import DLRM, RECSYS, RESEARCH, fixture
+from tests.model.imported.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture
 from tests.server.test_recommend_over_http import post
 from tests.serving import encoded, serving
 
@@ -108,3 +108,43 @@ async def test_recsys_examples_from_a_cached_prefix(tmp_path: Path) -> None:
         answer = await post(client, "/v1/rank", user_id="v", history=longer, candidates=[1], timestamp=99)
         assert answer["history"]["num_tokens"] == 20
         assert answer["history"]["cut_tokens"] == 8
+
+
+async def test_contextual_tokens_of_torcheasyrec(tmp_path: Path) -> None:
+    """Causal ones are a part of a cached prefix; those that see the whole history want full inference."""
+    source = tmp_path / "theirs"
+    (source / "model").mkdir(parents=True)
+    for name, is_cached in (("torcheasyrec_causal", True), ("torcheasyrec", False)):
+        weights, known = fixture(name)
+        torch.save(weights, source / "model/weights.pt")
+        (source / "pipeline.config").write_text((DATA / f"{name}.config").read_text())
+        arguments = ["import", "hstu", "--from", "torcheasyrec", str(source), "--out", str(tmp_path / "checkpoint")]
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 0, result.output
+        assert is_cached == ("relay.enabled: false" not in result.output)
+        user, n = 1, int(known["in.lengths"][1])
+        user_id, age, city = known["in.context"][user].tolist()
+        body: dict[str, Any] = {
+            "user_id": "u",
+            "history": {
+                "items": known["in.items"][user, :n].tolist(),
+                "actions": [str(mask) for mask in known["in.actions"][user, :n].tolist()],
+                "timestamps": known["in.times"][user, :n].tolist(),
+            },
+            "features": {"user": {"user_id": user_id, "age": age, "city": [None, "x", "oslo", "rome", "lima"][city]}},
+        }
+        asked: dict[str, Any] = {"candidates": known["in.candidates"].tolist()}
+        asked["timestamp"] = int(known["in.times"][user, n])
+        sections: dict[str, Any] = {"service": {"cut_step_tokens": 1}, "relay": {"enabled": is_cached}}
+        async with serving(tmp_path, **sections) as (client, service):
+            if is_cached:
+                assert (await post(client, "/v1/signal", 202, **body))["history"]["num_tokens"] == 2 * n + 3
+                await encoded(service.versions.ranker().relay)
+            answer = await post(client, "/v1/rank", **body, **asked)
+            want = known["out.logits"][user].numpy()
+            got = np.stack([*map(np.array, answer["scores"].values())], 1)
+            assert np.abs(got - want).max() < 1e-5 * want.std()
+            assert not is_cached or (answer["outcome"], answer["prefix_tokens"]) == ("hbm_hit", 2 * n + 3)
+    with pytest.raises(Exception, match=r"model\.context.*E4"):
+        async with serving(tmp_path):
+            pass

@@ -203,8 +203,14 @@ def _process() -> list[Panel]:
             {"generation {{generation}}": total("gc_pause_seconds_sum", "generation")},
         ),
         series(
+            "Missing features",
+            "Features of the ranker that a rank had nowhere, by what they are of; it read them as missing.",
+            "ops",
+            {"{{of}}": total("missing_features_total", "of")},
+        ),
+        series(
             "Unknown items",
-            "Items of requests that the vocabulary of the ranker lacks.",
+            "Items of requests that the ranker has no row for: candidates have no score, events are left out.",
             "ops",
             {"{{where}}": total("unknown_items_total", "where")},
         ),

@@ -6,8 +6,8 @@
     user's tokens          see the whole history (E4), or with `contextual_seq_len: 0` what stands before them
     logits                 an MLP of the product of a candidate's final row with an MLP of its item
 
-Source: its public code, `tzrec/models/dlrm_hstu.py`, `tzrec/modules/gr/` and `tzrec/modules/task_tower.py`; settings
-are those of its `pipeline.config`, with the defaults of its protocol buffers.
+Source: its public code, `DlrmHSTU`, `HSTUTransducer` and what they are made of; settings are those of its
+`pipeline.config`, with the defaults of its protocol buffers.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def _places(
         source.refuse(f"time_bucket_fn = {function!r}: only 'sqrt' or 'log' converts")
         function = "sqrt"
     unit_s = float(encoder.one("time_bucket_increments", 60.0))
-    buckets = TimeBuckets(function=function, count=max(len(times), 2), unit_s=unit_s)
+    buckets = TimeBuckets(function=function, count=max(len(times), 2), unit_s=unit_s, of_float32=True)
     return num_positions, {"positions": "reverse", "query_times": buckets}
 
 

@@ -1,6 +1,6 @@
 """The features of a TorchEasyRec configuration: which tables they read, and what their values are called.
 
-Source: its public code, `tzrec/features/{feature,id_feature}.py` and `tzrec/modules/embedding.py`.
+Source: its public code, `IdFeature`, `BaseFeature` and `EmbeddingGroup`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     FOLDER/model.ckpt-<step>/model/            torch's distributed checkpoint
     FOLDER/model.ckpt-<step>/{optimizer,..}    not read
 
-Source: its public code, `tzrec/utils/checkpoint_util.py` and `tzrec/protos/pipeline.proto`.
+Source: its public code, `latest_checkpoint` and `save_model`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
     config.json, model.safetensors   the decoder, as a Hugging Face checkpoint
     items.jsonl                      the catalogue: items, semantic IDs, and the single-valued features as attributes
+    centroids.safetensors            what made the semantic IDs, for items that come later; not of ready-made codes
     serve.yaml                       a configuration that serves them
     report.json                      the figures that were measured
 
@@ -20,7 +21,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from npu_gr.catalogue import action_names
+from npu_gr.catalogue import action_names, centroids
+from npu_gr.catalogue.centroids import Centroids, CodedFeature
 from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
@@ -32,7 +34,7 @@ from npu_gr.train.next_command import CONFIGURATION, example, next_command
 CATALOGUE = "items.jsonl"
 REPORT = "report.json"
 # in the order of their renaming
-FILES = (hf_files.WEIGHTS, hf_files.CONFIG, action_names.FILE, CATALOGUE, REPORT, CONFIGURATION)
+FILES = (hf_files.WEIGHTS, hf_files.CONFIG, action_names.FILE, centroids.FILE, CATALOGUE, REPORT, CONFIGURATION)
 MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
 
 
@@ -73,11 +75,18 @@ def publish(
             new = Path(aside)
             hf.save(trained.model, new)
             (new / action_names.FILE).write_text(json.dumps(trained.log.names_of_actions))
+            if trained.codes.centroids:
+                coded = [CodedFeature(feature.name, feature.values) for feature in features if feature.values]
+                Centroids(trained.codes.centroids, tuple(coded)).save(new)
+                (new / centroids.FILE).chmod((new / action_names.FILE).stat().st_mode)  # safetensors makes it 0600
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
             (new / CONFIGURATION).write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
+            if not trained.codes.centroids:
+                (folder / centroids.FILE).unlink(missing_ok=True)
             for name in FILES:
-                os.replace(new / name, folder / name)
+                if (new / name).exists():
+                    os.replace(new / name, folder / name)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
     return table

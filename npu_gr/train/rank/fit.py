@@ -21,6 +21,7 @@ from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
 from npu_gr.train.generate.codes import ItemCodes, item_vectors
 from npu_gr.train.rank.factors import factorise
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.item_schema import beside_schema, write_item_schema
 from npu_gr.train.rank.losses import batch_loss
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.schema import item_tables
@@ -134,8 +135,10 @@ def new_model(
     Raises:
         ConfigError: the options do not make a model.
     """
-    tables = item_tables(log, item_features)
-    values_of = {feature.name: tuple(feature.values) for feature in item_features}
+    beside = beside_schema(item_features, features)
+    tables = item_tables(log, beside)
+    values_of = {feature.name: tuple(feature.values) for feature in beside}
+    is_known = bool(tables) or codes is not None or any(feature.of == "item" for feature in features)
     try:
         config = HSTUConfig(
             num_items=log.num_items,
@@ -144,7 +147,7 @@ def new_model(
                 for name, (rows, padding) in tables.items()
             ),
             item_codes=() if codes is None else codes.code_count,
-            row_dropout=options.row_dropout if tables or codes is not None else 0.0,
+            row_dropout=options.row_dropout if is_known else 0.0,
             features=tuple(features),
             actions=log.names_of_actions,
             tasks=tuple(task.name for task in tasks),
@@ -167,6 +170,7 @@ def new_model(
     model = HSTU(config)
     for index, (rows, _) in enumerate(tables.values()):
         getattr(model, f"feature_ids_{index}").copy_(torch.from_numpy(rows))
+    write_item_schema(model, log, item_features)
     with torch.no_grad():
         for part in (model.layers, model.head):
             for linear in part.modules():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from aiohttp.test_utils import TestClient, TestServer
 from transformers import AutoModelForCausalLM
 
+from npu_gr.catalogue.centroids import FILE
 from npu_gr.catalogue.records import read_items
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
@@ -100,6 +102,42 @@ async def test_a_service_starts_from_it_and_answers_valid_items(trained: Trained
     assert all(item // 10 % 2 == 1 for item in answers[2]["items"])
 
 
+async def test_a_new_item_without_a_semantic_id_is_found_at_once(folder: Path, trained: TrainedGenerator) -> None:
+    """By the centroids of the training; the same features mean the codes of items that are alike."""
+    overrides = ["server.port=0", "server.admin_port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
+    config = load(folder / "serve.yaml", [*overrides, f"features.path={folder.parent / 'history2.db'}"])
+    async with instance(config) as (app, _), TestClient(TestServer(app)) as client:
+
+        async def asked(path: str, status: int, **body: Any) -> dict[str, Any]:
+            headers = {"X-Request-Timeout-Ms": "30000"}
+            async with client.post(path, json=body, headers=headers) as response:
+                assert response.status == status, await response.text()
+                answer: dict[str, Any] = await response.json()
+                return answer
+
+        new: dict[str, Any] = {"item_id": 7001, "order": 0.0, "attributes": {"kind": "odd"}}
+        for features, told in (({}, r"add[0].features"), ({"kind": "green"}, "one of kind, tags")):
+            refused = await asked("/v1/catalog/items", 422, add=[{**new, "features": features}])
+            assert told in str(refused)
+        more = [{**new, "item_id": 7002, "features": {"tags": ["a", "b"]}}, {**new, "item_id": 7003, "sid": [5, 5]}]
+        taken = {tuple(sid) for sid in trained.codes.sids.tolist()}
+        more[1]["sid"] = next([a, b] for a in range(6) for b in range(6) if (a, b) not in taken)
+        await asked("/v1/catalog/items", 200, add=[{**new, "title": "New", "features": {"kind": "odd"}}, *more])
+        found = await asked("/v1/generate", 200, user_id="u", history=HISTORY, num_items=33)
+    assert {7001, 7002, 7003} <= set(found["items"]), "a beam as wide as the catalogue finds every item"
+    sids = [tuple(found["sids"][i * 2 : i * 2 + 2]) for i in range(len(found["items"]))]
+    assert len(set(sids)) == len(sids) == 30, "all but the history's"
+
+
+def test_ready_made_codes_leave_no_centroids(trained: TrainedGenerator, folder: Path, tmp_path: Path) -> None:
+    publish(trained, KINDS, ONE, tmp_path)
+    assert (tmp_path / FILE).read_bytes() == (folder / FILE).read_bytes()
+    assert (tmp_path / FILE).stat().st_mode == (tmp_path / "items.jsonl").stat().st_mode
+    ready_made = trained._replace(codes=replace(trained.codes, centroids=()))
+    publish(ready_made, KINDS, ONE, tmp_path)
+    assert not (tmp_path / FILE).exists(), "those of other codes are gone"
+
+
 def test_a_failure_on_the_way_leaves_what_was_there(
     trained: TrainedGenerator, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +181,7 @@ def test_the_command_trains_prints_and_writes(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert "popularity" in text
     assert "generate:" in text
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, "names.safetensors"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*FILES, "names.safetensors"} - {FILE}, "ready-made"
     with pytest.raises(SystemExit):
         main(["train", "generate", *arguments, "--set", "epoch=1"], standalone_mode=False)
     assert "unknown key epoch; did you mean epochs?" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.computed_features import cross_features
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
+from npu_gr.model.item_rows import NewItems
 from npu_gr.model.segment import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
@@ -165,6 +166,72 @@ def test_what_is_trained_is_what_is_served_for_every_kind(of: str) -> None:
                 place = int(batch.events[b, event])
                 torch.testing.assert_close(logits[b, event], asked(log, model, place)[0], atol=1e-5, rtol=0)
                 torch.testing.assert_close(u[b, event], asked(log, model, place, is_next=True)[0], atol=1e-5, rtol=0)
+
+
+ITEM_SCHEMA = (
+    Feature(name="price", of="item", kind="number", mean=20.0, scale=15.0),
+    Feature(name="year", of="item", kind="number", borders=(1990.0, 2000.0)),
+    Feature(name="genre", of="item", kind="category", values=("a", "b"), max_values=2),
+)
+ITEM_DATA = [
+    *GENRES,
+    ItemValues(
+        "price",
+        ["price<=15", "price>15"],
+        {item * 10: [int(item > 10)] for item in range(1, NUM_ITEMS)},
+        {item * 10: item * 1.5 for item in range(1, NUM_ITEMS)},
+    ),
+    ItemValues("year", ["1985", "1995", "2005"], {item * 10: [item % 3] for item in range(NUM_ITEMS)}),
+]
+
+
+def test_numbers_of_items_are_trained_on_as_they_are_served() -> None:
+    """In histories, among candidates, and of an item that comes later with the same values."""
+    log = build_log(planted(3, 12), ITEM_DATA, "leave-one-out")
+    options = msgspec.structs.replace(OPTIONS, computed=("rate_by:genre",), features=ITEM_SCHEMA, row_dropout=0.2)
+    found = choose_features(log, ITEM_DATA, (CLICK, LIKE), options)
+    model = new_model(log, ITEM_DATA, (CLICK, LIKE), options, found)
+    assert [one.name for one in model.config.item_features] == ["genre"], "others are read by the schema alone"
+    assert model.config.scores_new_items
+    with torch.no_grad():
+        for parameter in model.features["item"].parameters():
+            parameter.normal_(std=0.5)
+    price = dict(zip(log.item_ids.tolist(), model.item_feature_numbers.tolist(), strict=True))
+    assert price[20] == pytest.approx([(3.0 - 20) / 15, 0.0])
+    assert price[0] == [0.0, 1.0], "missing"
+    model.eval().freeze_items()
+    inputs = LogInputs(log, model)
+    whole = windows(log.all_trained(), 64, np.random.default_rng(0))
+    num_compared = 0
+    with torch.no_grad():
+        for batch in batches(log, whole, 64):
+            encoded = EncodedHistories(model, inputs.histories(batch))
+            rows = encoded.rows(batch.items[..., None], None, None, inputs.cross(batch.events))
+            logits = model.task_logits(rows[:, :, 0])
+            for b, event in torch.nonzero(batch.valid).tolist():
+                served = asked(log, model, int(batch.events[b, event]))[0]
+                torch.testing.assert_close(logits[b, event], served, atol=1e-5, rtol=0)
+                num_compared += 1
+        row = log.item_ids.tolist().index(20)
+        own = encode(ITEM_SCHEMA, {"price": [3.0], "year": [2005], "genre": [["c"]]}, 1)
+        new = NewItems((np.array([[2, 3]]),), np.empty((1, 0), np.int32), own)
+        common = model.embed_items(torch.tensor([row]))[0] - model.item.weight[row]
+        torch.testing.assert_close(model.new_item_vectors(new)[0], common, atol=1e-6, rtol=0)
+    assert num_compared == 36
+
+
+def test_numbers_of_items_that_are_none_are_named() -> None:
+    log = build_log(planted(3, 12), ITEM_DATA, "leave-one-out")
+
+    def made(*features: Feature) -> HSTU:
+        return new_model(log, ITEM_DATA, (CLICK,), OPTIONS, features)
+
+    with pytest.raises(ConfigError, match=r"features\.weight: no item feature .* are genre, price, year"):
+        made(Feature(name="weight", of="item", kind="number"))
+    with pytest.raises(DataError, match=r"features\.genre: item \d+ has 'a', which is no number"):
+        made(Feature(name="genre", of="item", kind="number"))
+    with pytest.raises(DataError, match="features of item: genre: row 1 has 2 values, the limit is 1"):
+        made(Feature(name="genre", of="item", kind="category", values=("a",)))
 
 
 def test_the_evaluation_reads_the_same_and_so_do_lists() -> None:
