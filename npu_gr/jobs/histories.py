@@ -66,7 +66,7 @@ class UserHistory:
         """
         beyond = max(0, len(events) - window_events)
         is_degraded = features_origin is not None and features_origin.fault is not None
-        kept = None if is_degraded else user_features or None
+        kept = None if is_degraded else user_features
         newest = KnownHistory(events[beyond:] if beyond else events, first_index + beyond, kept)
         fingerprint = newest.events.fingerprint(newest.first_index)
         if user_features:
