@@ -57,7 +57,7 @@ class Tokens:
         return True
 
     def __len__(self) -> int:
-        return len(self.rows) + (self.user is not None)
+        return len(self.rows) + self.num_user
 
     def __getitem__(self, part: slice) -> Tokens:
         """Return some of the tokens; of the user's all or none. The report stays that of the whole history."""
