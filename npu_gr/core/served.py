@@ -53,6 +53,7 @@ class CatalogueInfo:
     num_bytes: int
     age_s: float
     previous: str | None  # what a rollback would serve
+    sids: dict[str, tuple[int, ...]] = field(default_factory=dict)  # that the change made, by the item's name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,12 +92,13 @@ class ServedCatalogue:
     async def update(self, change: CatalogueChange, before: Before = anything) -> CatalogueInfo:
         """Serve a version with items added, withdrawn and restored. The file does not change, so a reload undoes this.
 
-        An item without a semantic ID gets one by the centroids beside the file.
+        An item without a semantic ID gets one by the centroids beside the file; the answer has it.
 
         Raises:
             DataError: names the item and the reason; the version served before still is.
             What `before` raises; the same.
         """
+        made: dict[str, tuple[int, ...]] = {}
 
         def changed() -> Snapshot:
             with self._catalogue.pin() as snapshot:
@@ -107,6 +108,8 @@ class ServedCatalogue:
                         Record(new.item_id, list(sid), new.order, new.attributes, new.features)
                         for new, sid in zip(change.add, sids, strict=True)
                     ]
+                    pairs = zip(change.add, sids, strict=True)
+                    made.update((new.name or str(new.item_id), sid) for new, sid in pairs if not new.sid)
                     names = snapshot.names
                     snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
                     named = [new for new in change.add if new.name or new.title]
@@ -116,7 +119,7 @@ class ServedCatalogue:
                     snapshot = withdraw(snapshot, change.withdraw)
                 return snapshot if change.restore is None else restore(snapshot, change.restore)
 
-        return await self._publish(changed, before, is_strict=True)
+        return replace(await self._publish(changed, before, is_strict=True), sids=made)
 
     async def _publish(self, make: Callable[[], Snapshot], before: Before, *, is_strict: bool) -> CatalogueInfo:
         async with self._publishing:

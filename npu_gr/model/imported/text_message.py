@@ -35,10 +35,13 @@ class Message:
         found = self.fields.get(name)
         return found[-1] if found else default
 
+    def messages(self, name: str) -> list[Message]:
+        """Return the messages in a field."""
+        return [value for value in self.many(name) if isinstance(value, Message)]
+
     def message(self, name: str) -> Message:
-        """Return the message in a field, or one without fields."""
-        found = self.one(name)
-        return found if isinstance(found, Message) else Message()
+        """Return the message in a field that is there once, or one without fields."""
+        return [Message(), *self.messages(name)][-1]
 
     def put(self, path: str, value: Any) -> None:
         """Replace the field at `message.message.field` by a value, or by those of a list."""

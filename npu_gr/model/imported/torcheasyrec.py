@@ -29,7 +29,7 @@ from npu_gr.model.imported.torcheasyrec_files import pipeline_of
 TRANSDUCER = "_hstu_transducer."
 PREPROCESSOR = f"{TRANSDUCER}_input_preprocessor."
 WHY_NOT = {
-    "ultra_hstu": "semi-local attention, truncation in the middle of the layers and several channels (E5)",
+    "ultra_hstu": "windows of attention, truncation between layers (E5) and several channels",
     "hstu_match": "two towers: an item's vector is not the row that it has in a history",
 }
 HEADS = {
@@ -46,6 +46,8 @@ KNOWN = {  # fields that are read, or that do not change what is served
     "stu": "embedding_dim num_heads hidden_dim attention_dim output_dropout_ratio max_attn_len attn_alpha "
     "use_group_norm recompute_normed_x recompute_uvqk recompute_y sort_by_length contextual_seq_len sla_k1 sla_k2 "
     "scaling_seqlen",
+    "contextual_preprocessor": "action_encoder action_mlp content_encoder content_mlp",
+    "contextual_interleave_preprocessor": "action_encoder enable_interleaving action_mlp content_encoder content_mlp",
     "positional_encoder": "num_position_buckets num_time_buckets use_time_encoding time_bucket_fn "
     "time_bucket_increments",
     "fusion_mtl_tower": "mlp task_configs",
@@ -79,12 +81,12 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     dlrm = _known(source, model, "dlrm_hstu")
     hstu = _known(source, dlrm, "hstu")
     stu = _known(source, hstu, "stu")
-    for message, field in (
-        *((stu, field) for field in ("max_attn_len", "sla_k1", "sla_k2")),
-        *((hstu, field) for field in ("attn_truncation_split_layer", "attn_truncation_tail_len")),
-    ):
-        if message.one(field, 0):
-            source.refuse(f"{field} = {message.one(field)}: what a row reads depends on where the sequence ends (E5)")
+    for field in ("max_attn_len", "sla_k1", "sla_k2"):
+        if stu.one(field, 0):
+            source.refuse(f"{field} = {stu.one(field)}: no window of attention is served, rows see all before them")
+    for field in ("attn_truncation_split_layer", "attn_truncation_tail_len"):
+        if hstu.one(field, 0):
+            source.refuse(f"{field} = {hstu.one(field)}: which rows are left depends on where the sequence ends (E5)")
     dim, heads, v_dim, qk_dim = (
         int(stu.one(key, 1)) for key in ("embedding_dim", "num_heads", "hidden_dim", "attention_dim")
     )
@@ -159,7 +161,7 @@ def _tokens(
 ) -> tuple[bool, tuple[str, ...]]:
     """Take what makes tokens of behaviours. Returns whether item and action come in turn, and the actions' names."""
     is_plain = "contextual_preprocessor" in preprocessor.fields
-    own = preprocessor.message("contextual_preprocessor" if is_plain else "contextual_interleave_preprocessor")
+    own = _known(source, preprocessor, "contextual_preprocessor" if is_plain else "contextual_interleave_preprocessor")
     if not own.fields:
         source.refuse(f"input_preprocessor: {', '.join(preprocessor.fields) or 'none'} does not convert")
     is_interleaved = not is_plain and bool(own.one("enable_interleaving", True))
@@ -245,7 +247,7 @@ def _head(source: ForeignCheckpoint, tower: Message, dim: int) -> Head:
     tensors = {"head.0.weight": hidden, "head.0.bias": source.take(f"{at}0.bias", len(hidden))}
     if activation == "norm_silu":
         tensors |= {f"head.1.{key}": source.take(f"{at}1.{key}", len(hidden)) for key in ("weight", "bias")}
-    tasks = [(str(task.one("task_name")), int(task.one("num_class", 1))) for task in tower.many("task_configs")]
+    tasks = [(str(task.one("task_name")), int(task.one("num_class", 1))) for task in tower.messages("task_configs")]
     last = {
         key: source.take(f"_multitask_module.linear.{key}", sum(classes for _, classes in tasks), *width)
         for key, width in (("weight", [len(hidden)]), ("bias", []))

@@ -23,18 +23,14 @@ class FeatureConfigs:
     def __init__(self, source: ForeignCheckpoint, pipeline: Message) -> None:
         self._source = source
         self._configs: dict[str, Message] = {}
-        for config in pipeline.many("feature_configs"):
-            for kind, (found,) in config.fields.items():
-                if kind == "sequence_feature":
-                    sequence = found.one("sequence_name")
-                    for inner in found.many("features"):
-                        for own_kind, (own,) in inner.fields.items():
-                            self._add(f"{sequence}__{own.one('feature_name')}", own_kind, own)
-                else:
-                    self._add(found.one("feature_name"), kind, found)
+        for config in pipeline.messages("feature_configs"):
+            for sequence in config.messages("sequence_feature"):
+                for inner in sequence.messages("features"):
+                    self._add(inner, f"{sequence.one('sequence_name')}__")
+            self._add(config, "")
         self._groups: dict[str, list[str]] = {}
         self._taken: dict[str, Tensor] = {}  # features may share a table
-        for group in pipeline.message("model_config").many("feature_groups"):
+        for group in pipeline.message("model_config").messages("feature_groups"):
             name = group.one("group_name")
             self._groups[name] = group.many("feature_names")
             if name not in GROUPS:
@@ -43,8 +39,11 @@ class FeatureConfigs:
             if group.one("group_type") != wanted:
                 source.refuse(f"feature group {name}: only of group_type {wanted} converts")
 
-    def _add(self, name: str, kind: str, config: Message) -> None:
-        self._configs[name] = Message({**config.fields, "kind": [kind]})
+    def _add(self, config: Message, prefix: str) -> None:
+        """Keep what a `feature_configs`, or one of a sequence, says."""
+        for kind in config.fields:
+            own = config.message(kind)
+            self._configs[f"{prefix}{own.one('feature_name')}"] = Message({**own.fields, "kind": [kind]})
 
     def items(self) -> Tensor:
         """Take the table of items, [n, d]."""

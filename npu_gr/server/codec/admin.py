@@ -50,14 +50,18 @@ class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     restore: Items | None = None
 
 
-class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True):
-    """The version of the catalogue that is served, and the one that a rollback would serve."""
+class CatalogueOut(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The version of the catalogue that is served, and the one that a rollback would serve.
+
+    `sids` are the semantic IDs that a change made, by item.
+    """
 
     version: str
     num_items: int
     num_bytes: int
     age_s: float
     previous: str | None
+    sids: dict[str, list[int]] = {}
 
 
 class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):

@@ -236,7 +236,7 @@ def test_text_messages_are_read() -> None:
     read = parse_text(text)
     assert (read.many("a"), read.one("a"), read.message("b").one("c")) == ([1, 2, 3], 3, "xy")
     assert [(one.one("e"), one.one("f")) for one in read.many("d")] == [(True, -0.0015), (None, "NAME")]
-    assert read.message("none").many("at all") == []
+    assert read.message("none").many("at all") == read.messages("a") == []
     read.put("b.c", [5, 6])
     read.put("x.y", 7)
     assert (read.message("b").many("c"), read.message("x").one("y")) == ([5, 6], 7)

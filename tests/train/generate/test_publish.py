@@ -122,10 +122,13 @@ async def test_a_new_item_without_a_semantic_id_is_found_at_once(folder: Path, t
         more = [{**new, "item_id": 7002, "features": {"tags": ["a", "b"]}}, {**new, "item_id": 7003, "sid": [5, 5]}]
         taken = {tuple(sid) for sid in trained.codes.sids.tolist()}
         more[1]["sid"] = next([a, b] for a in range(6) for b in range(6) if (a, b) not in taken)
-        await asked("/v1/catalog/items", 200, add=[{**new, "title": "New", "features": {"kind": "odd"}}, *more])
+        odd = {**new, "title": "New", "features": {"kind": "odd"}}
+        made = (await asked("/v1/catalog/items", 200, add=[odd, *more]))["sids"]
+        assert made.keys() == {"7001", "7002"}
         found = await asked("/v1/generate", 200, user_id="u", history=HISTORY, num_items=33)
     assert {7001, 7002, 7003} <= set(found["items"]), "a beam as wide as the catalogue finds every item"
     sids = [tuple(found["sids"][i * 2 : i * 2 + 2]) for i in range(len(found["items"]))]
+    assert dict(zip(found["items"], sids, strict=True))[7001] == tuple(made["7001"])
     assert len(set(sids)) == len(sids) == 30, "all but the history's"
 
 
