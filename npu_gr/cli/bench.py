@@ -462,7 +462,7 @@ def bench_quality(
     import torch
 
     from npu_gr.bench.quality import FULL, QUICK, codes_lines, match_lines, next_lines
-    from npu_gr.bench.quality_cold import cold_lines
+    from npu_gr.bench.quality_cold import cold_lines, warm_lines
     from npu_gr.dataset.log import read_log
     from npu_gr.features.interactions import movielens_100k, read_item_features
 
@@ -473,6 +473,7 @@ def bench_quality(
         log = movielens_100k()
         features = read_item_features(log.with_suffix(".item"), ["class", "release_year"])
         found += [cold_lines(read_log(log), features, log.name, effort.rank, effort.generate)]
+        found += [warm_lines(read_log(log), features, log.name, effort.rank, effort.seeds)]
     if pairs is not None and (not parts or "match" in parts):
         found.append(match_lines(pairs, effort))
     if not parts or "next" in parts:
@@ -482,7 +483,7 @@ def bench_quality(
     if "features" in parts:
         from npu_gr.bench.quality_features import movielens_lines
 
-        found.append(movielens_lines(effort.rank, effort.seeds))
+        found.append(movielens_lines(effort.features, effort.seeds))
     if "zozotown" in parts:
         from npu_gr.bench.quality_zozotown import zozotown_lines
 
