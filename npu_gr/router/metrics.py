@@ -134,7 +134,9 @@ class RouterMetrics:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(_PREFIX + name, text, registry=registry)
 
-        self.requests = counter("requests", "Requests by kind and answered status", "kind", "status")
+        self.requests = counter(
+            "requests", "Requests by kind and answered status; 0 = a gateway showed none", "kind", "status"
+        )
         self.placed = counter("placed", "Requests sent to an instance, by what decided", "backend", "how")
         self.failures = counter("instance_failures", "Requests an instance failed", "backend", "why")
         self.opened = counter("instance_opened", "RouterTimes an instance was taken out", "backend", "why")

@@ -6,7 +6,15 @@ import shutil
 
 import pytest
 
+from npu_gr.bench import picker
 from npu_gr.bench.router import lines
+from npu_gr.core.errors import Unavailable
+
+
+def test_without_envoy_nothing_is_said_of_the_picker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_names, **_more: None)
+    with pytest.raises(Unavailable, match="needs Envoy"):
+        next(iter(picker.lines(seed=0, budget_s=0.1)))
 
 
 def test_the_router_costs_something_and_envoy_is_not_made_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,11 @@ async def balanced(name: str, folder: Path, num: int = 3) -> AsyncIterator[Balan
 
 
 @contextmanager
-def started(name: str, folder: Path, config: RouterConfig) -> Iterator[subprocess.Popen[bytes]]:
-    """The real balancer with the configuration that we make."""
-    arguments = command(name, folder, BALANCERS[name](config, config.discovery.instances))
+def started(
+    name: str, folder: Path, config: RouterConfig, change: Callable[[str], str] = str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The real balancer with the configuration that we make, after a change."""
+    arguments = command(name, folder, change(BALANCERS[name](config, config.discovery.instances)))
     with (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=stderr, cwd=folder)
     try:

@@ -24,21 +24,51 @@ from tests.serving import until
 USERS = [f"user-{i}" for i in range(40)]
 
 
+EVERYTHING = {  # as the gateways of the inference extension show it to their picker
+    "request_header_mode": "SEND",
+    "request_body_mode": "FULL_DUPLEX_STREAMED",
+    "request_trailer_mode": "SEND",
+    "response_header_mode": "SEND",
+    "response_body_mode": "FULL_DUPLEX_STREAMED",
+    "response_trailer_mode": "SEND",
+}
+
+
+def with_duplex(text: str, port: int) -> str:
+    """Let Envoy listen at one more port, and show the picker everything there."""
+    made = json.loads(text)
+    listeners = made["static_resources"]["listeners"]
+    other = json.loads(json.dumps(listeners[0])) | {"name": "duplex"}
+    other["address"]["socket_address"]["port_value"] = port
+    manager = other["filter_chains"][0]["filters"][0]["typed_config"]
+    picker = manager["http_filters"][0]["typed_config"]
+    picker["processing_mode"] = EVERYTHING
+    del picker["allow_mode_override"], picker["forward_rules"], picker["route_cache_action"]
+    for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
+        route.pop("response_headers_to_add", None)
+    listeners.append(other)
+    return json.dumps(made)
+
+
 class Gateway:
     """Fakes behind Envoy, and the router that Envoy asks."""
 
-    def __init__(self, fakes: list[Fake], url: str, http: aiohttp.ClientSession, config: RouterConfig) -> None:
+    def __init__(
+        self, fakes: list[Fake], url: str, duplex_url: str, http: aiohttp.ClientSession, config: RouterConfig
+    ) -> None:
         self.fakes, self.http, self.config = fakes, http, config
         self.router: Router | None = None
         self.url = url
+        self.duplex_url = duplex_url
 
     async def post(
-        self, path: str, user: str | None, body: bytes = b"{}", **headers: str
+        self, path: str, user: str | None, body: bytes = b"{}", is_duplex: bool = False, **headers: str
     ) -> tuple[int, dict[str, Any], Any]:
         given = {"Content-Type": "application/json", **{key.replace("_", "-"): one for key, one in headers.items()}}
         if user:
             given["x-user-id"] = user
-        async with self.http.post(f"{self.url}/v1/{path}", data=body, headers=given) as answer:
+        url = self.duplex_url if is_duplex else self.url
+        async with self.http.post(f"{url}/v1/{path}", data=body, headers=given) as answer:
             return answer.status, await answer.json(content_type=None), answer.headers
 
     def chosen(self, instance: str) -> str:
@@ -80,12 +110,13 @@ async def gateway(folder: Path, **sections: Any) -> AsyncIterator[Gateway]:
     settings = table(fakes, port=free_port(), admin_port=free_port(), picker={"port": free_port()}, **sections)
     settings |= {"connect_timeout_s": 5.0, "health": {"interval_s": 0.1, "timeout_s": 5.0}}
     config = from_table(settings, RouterConfig)
-    envoy_port = free_port()
+    envoy_port, duplex_port = free_port(), free_port()
     of_envoy = msgspec.structs.replace(config, port=envoy_port, admin_port=free_port())
     try:
-        with started("envoy", folder, of_envoy) as process:
+        with started("envoy", folder, of_envoy, lambda text: with_duplex(text, duplex_port)) as process:
             async with aiohttp.ClientSession() as http:
-                g = Gateway(fakes, f"http://127.0.0.1:{envoy_port}", http, config)
+                urls = f"http://127.0.0.1:{envoy_port}", f"http://127.0.0.1:{duplex_port}"
+                g = Gateway(fakes, *urls, http, config)
                 async with asyncio.timeout(60):
                     while True:
                         assert process.poll() is None, (folder / "stderr").read_text()[-2000:]
@@ -125,7 +156,6 @@ async def test_envoy_goes_where_the_ring_says_and_without_a_picker_nobody_gets_a
             await until(lambda: owner.in_flight == 1)
             await slow
             await until(lambda: owner.in_flight == 0)
-            assert owner.rank_times_s[-1] > 0.2
             for fake in g.fakes:
                 fake.delay_s = 0.0
 
@@ -141,6 +171,16 @@ async def test_envoy_goes_where_the_ring_says_and_without_a_picker_nobody_gets_a
             status, problem, _ = await g.post("rank", None, b'{"user": 1}')
             assert (status, "user_id" in problem["detail"]) == (422, True)
             assert (await g.post("rank", None, b"[", X_NpuGr_Service="normal"))[0] == 200
+
+            # the same where the gateway shows the picker everything, and waits for it
+            for user in USERS[:6]:
+                status, signalled, headers = await g.post("signal", user, is_duplex=True)
+                assert (status, signalled["instance"]) == (202, g.owner(user))
+                assert headers["X-NpuGr-Placement"] == f"{g.owner(user)}@{router.members.ring.epoch}"
+                body = json.dumps({"user_id": user, "x": filler}).encode()
+                status, ranked, headers = await g.post("rank", None, body, is_duplex=True)
+                assert (status, ranked["instance"], ranked["size"]) == (200, g.owner(user), len(body))
+                assert headers["X-NpuGr-Instance"] == g.owner(user)
 
             # what no gateway may pass on reaches nobody
             num = sum(len(fake.seen) for fake in g.fakes)

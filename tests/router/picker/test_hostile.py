@@ -285,4 +285,6 @@ async def test_nothing_is_written_to_a_call_that_is_reset_in_the_same_piece() ->
     before = len(peer.wire.written)
     peer.say(frame(Type.DATA, Flag.END_STREAM, 1), frame(Type.RST_STREAM, 0, 1, U32.pack(2)))
     assert len(peer.wire.written) == before
+    assert sum(len(one.rank_times_s) for one in peer.router.members.instances.values()) == 1, "how long it took"
+    assert peer.router.metrics.requests.value(kind="rank", status="0") == 1
     peer.lost()
