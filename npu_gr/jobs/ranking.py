@@ -187,7 +187,7 @@ class Ranking:
         async with taken as lease:
             lease_s = time.monotonic() - began_at
             lease, scored = await self._tried(
-                lambda leased: self.engine.rank(leased, call.deadline_at, call.arrived_at), work, lease
+                lambda leased: self.engine.rank(leased, call.deadline_at, call.arrived_at, call.tenant), work, lease
             )
         return self._answer(request, work, lease, scored, known, {"history": history_s, "lease": lease_s})
 
@@ -265,7 +265,9 @@ class Ranking:
             The lease that was used (another one, if the device failed while it read the prefix), and what was found.
         """
         return await self._tried(
-            lambda work: self.engine.find(FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at),
+            lambda work: self.engine.find(
+                FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at, call.tenant
+            ),
             RankPass(tokens, 0, NOTHING, shown_at, features=LateFeatures(features)),
             lease,
         )
