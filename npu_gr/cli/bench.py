@@ -144,11 +144,14 @@ def bench_generate(as_json: bool, backend: str, threads: int, seed: int, seconds
 @AS_JSON_LINES
 @SEED
 @click.option("--seconds", default=10.0, show_default=True)
-def bench_router(as_json: bool, seed: int, seconds: float) -> None:
+@click.option("--picker", is_flag=True, help="Measure what asking the endpoint picker adds to Envoy instead.")
+def bench_router(as_json: bool, seed: int, seconds: float, picker: bool) -> None:
     """Measure what the router adds to a call, beside Envoy if it is installed."""
-    from npu_gr.bench.router import lines
+    from npu_gr.bench import picker as picker_bench
+    from npu_gr.bench import router as router_bench
 
-    _show(lines(seed, seconds), "cpu", seed, as_json)
+    made = picker_bench.lines(seed, seconds) if picker else router_bench.lines(seed, seconds)
+    _show(made, "cpu", seed, as_json)
 
 
 @bench.command("twin")
