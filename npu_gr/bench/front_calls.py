@@ -39,9 +39,7 @@ def calls_a_rank(config: Config, bodies: Sequence[dict[str, Any]]) -> float:
         config: of the engine.
         bodies: ranks, as HTTP has them; each is sent once before, so that its prefix is cached.
     """
-    counted: float = uvloop.run(
-        _counted(config, bodies)
-    )  # the loop that serves: it calls no Python functions of its own
+    counted: float = uvloop.run(_counted(config, bodies))  # the loop that serves: it has no Python functions
     return counted
 
 

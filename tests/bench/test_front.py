@@ -1,4 +1,4 @@
-"""The bench of front workers: what it reads of processes, what it refuses and counts. Its times need a quiet machine."""
+"""The bench of front workers: what it reads, refuses and counts. Its times need a quiet machine."""
 
 from __future__ import annotations
 
