@@ -8,6 +8,7 @@ a quiet one; ranks a second need as many free cores as there are processes.
     model    the ranker computes
     bodies   two callers send histories of 16,384 events, and two others 4 MB of what is no JSON, while ranks go on:
              how late the timers of the engine's event loop are
+    calls    Python functions that a cached rank calls on the engine's event loop: `front_calls.py`
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import numpy as np
 
 from npu_gr.bench.door_client import LoadStream, drive
 from npu_gr.bench.door_servers import Server, Traffic, ask, free_port, place_checkpoint, process, write_bodies
+from npu_gr.bench.front_calls import calls_a_rank
 from npu_gr.bench.line import Line
 from npu_gr.core.errors import ConfigError
 from npu_gr.model.weights import load as load_checkpoint
+from npu_gr.service.config import load as load_config
 
-PARTS = ("stub", "model", "bodies")
+PARTS = ("stub", "model", "bodies", "calls")
 CLIENTS = 16
 LONG_EVENTS = 16_384
 GARBAGE_BYTES = 4_000_000
@@ -85,6 +88,10 @@ def lines(options: FrontOptions) -> Iterator[Line]:
                 yield from _costs(part, options, checkpoint, folder, bodies)
         if "bodies" in options.parts:
             yield from _lateness(options, checkpoint, folder, bodies)
+        if "calls" in options.parts:
+            settings = (f"checkpoint={checkpoint}", f"features.path={folder / 'calls.db'}", *_OFF)
+            calls = calls_a_rank(load_config(options.config, settings), bodies)
+            yield _line("calls of the engine's event loop a rank", calls, "calls", "the same", None, None)
 
 
 def _write_long(folder: Path, bodies: Sequence[dict[str, Any]]) -> None:

@@ -25,17 +25,19 @@ from npu_gr.service.service import Service
 _PROCESSES = "npu_gr.cli.front"
 
 
+def zeros(self: RankEngine, passes: Sequence[RankPass]) -> list[F32]:
+    """Answer zeros, in the place of `RankEngine.forward`."""
+    tasks = len(self.model.config.tasks)
+    return [np.zeros((len(one.candidates), tasks), np.float32) for one in passes]
+
+
 def replace_model() -> None:
     """Let every ranker of this process answer zeros, from when the instance is ready."""
     set_ready = Service.set_ready
 
-    def forward(self: RankEngine, passes: Sequence[RankPass]) -> list[F32]:
-        tasks = len(self.model.config.tasks)
-        return [np.zeros((len(one.candidates), tasks), np.float32) for one in passes]
-
     def then_replaced(self: Service, why_not: str = "") -> None:
         if not why_not:
-            RankEngine.forward = forward  # type: ignore[method-assign]
+            RankEngine.forward = zeros  # type: ignore[method-assign]
         set_ready(self, why_not)
 
     Service.set_ready = then_replaced  # type: ignore[method-assign]

@@ -43,9 +43,9 @@ async def test_waiting_counts_from_the_arrival_also_if_the_history_is_slow(tmp_p
             await asyncio.sleep(0.2)
             return await read(user, most)
 
-        async def noted(work: object, deadline_at: float, arrived_at: float) -> object:
+        async def noted(work: object, deadline_at: float, arrived_at: float, tenant: str) -> object:
             seen.append(arrived_at)
-            return await rank(work, deadline_at, arrived_at)  # type: ignore[arg-type]
+            return await rank(work, deadline_at, arrived_at, tenant)  # type: ignore[arg-type]
 
         store.read = slow_read  # type: ignore[method-assign, assignment]
         engine.rank = noted  # type: ignore[method-assign, assignment]

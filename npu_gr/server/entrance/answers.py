@@ -28,8 +28,10 @@ def _answer(status: HTTPStatus, title: str, detail: str, *headers: str) -> bytes
 _CLOSE = "Connection: close"
 _OVERLOADED = {
     reason: cycle(
-        _answer(HTTPStatus.TOO_MANY_REQUESTS, Overloaded.title, detail, "Retry-After: 1", f"{RETRY_AFTER_MS}: {ms}")
-        for ms in RETRY_MS
+        [
+            _answer(HTTPStatus.TOO_MANY_REQUESTS, Overloaded.title, detail, "Retry-After: 1", f"{RETRY_AFTER_MS}: {ms}")
+            for ms in RETRY_MS
+        ]
     )
     for reason, detail in WHY.items()
 }
