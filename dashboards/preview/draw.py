@@ -27,7 +27,7 @@ h1 { font-size: 19px; margin: 12px 16px; } .grid { position: relative; }
 .panel { position: absolute; box-sizing: border-box; padding: 8px 10px; overflow: hidden; background: #fff;
   border: 1px solid #d5d9e0; border-radius: 6px; }
 .row { position: absolute; font-weight: 600; padding: 8px 16px; }
-.big { font-size: 40px; text-align: center; margin: 12px; }
+.big { font-size: 36px; text-align: center; margin: 12px 0; white-space: nowrap; }
 svg { width: 100%; height: auto; display: block; } svg text { font-size: 17px; fill: #16191f; }
 .axis { stroke: #555; fill: none; } .grid path.grid { stroke: #d5d9e0; stroke-width: .7; }
 .key { font-size: 12px; white-space: nowrap; margin-right: 12px; }

@@ -24,7 +24,10 @@ _HEALTH = Rule(scope=None, is_public=True, is_admin=True)
 _READ = Rule(scope=Scope.INFER, is_public=True, is_admin=False)
 _OBSERVE = Rule(scope=Scope.OBSERVE, is_public=False, is_admin=True)
 _STATISTICS = Rule(scope=Scope.OBSERVE, is_public=True, is_admin=True)  # where the protocol's clients ask for them
+_PAGE = Rule(scope=None, is_public=False, is_admin=True)
 _ADMIN = Rule(scope=Scope.ADMIN, is_public=False, is_admin=True)
+
+PAGES = ("/", "/debug/console")  # without data: they ask for them with a key; no page of another site may show them
 
 _OTHERS: dict[tuple[str, str], Rule] = {
     ("GET", "/healthz"): _HEALTH,
@@ -44,10 +47,12 @@ _OTHERS: dict[tuple[str, str], Rule] = {
     ("GET", "/v1/items"): _READ,
     ("GET", "/v1/catalog"): _READ,
     ("GET", "/v1/match/vectors"): _READ,
-    ("GET", "/"): Rule(scope=None, is_public=False, is_admin=True),  # a page without data: it asks for them with a key
+    ("GET", "/"): _PAGE,
     ("GET", "/metrics"): _OBSERVE,
     ("GET", "/debug/status"): _OBSERVE,
     ("GET", "/debug/runbooks"): _OBSERVE,
+    ("GET", "/debug/openapi"): _OBSERVE,  # as /openapi.json, for the console
+    ("GET", "/debug/console"): _PAGE,
     ("GET", "/debug/config"): _ADMIN,
     ("GET", "/debug/stacks"): _ADMIN,
     ("GET", "/debug/profile"): _ADMIN,

@@ -217,13 +217,14 @@ def judge(
 @DEMO_THREADS
 @DEMO_SET
 @click.option("--limit", type=click.IntRange(1), help="Replay only so many records.")
-def demo(folder: Path, threads: int, overrides: tuple[str, ...], limit: int | None) -> None:
+@click.option("--longest", type=click.IntRange(1), help="Replay only so many users, those with the longest histories.")
+def demo(folder: Path, threads: int, overrides: tuple[str, ...], limit: int | None, longest: int | None) -> None:
     """Run prepare, train all and serve on MovieLens-100K, replay the users' held-out traffic, and recommend films."""
     from npu_gr.tools.demo import make, run
 
     console = _wide_console()
     made = make(folder, console, overrides, threads)
-    run_async(lambda: run(made, console, limit))
+    run_async(lambda: run(made, console, limit, longest))
 
 
 @click.command()

@@ -99,11 +99,12 @@ CAUSES = (
         runbook="prefixes-wasted",
         expr=(
             "sum by (instance) (rate(npu_gr_prefill_wasted_total[30m]))"
-            ' > 0.3 * (sum by (instance) (rate(npu_gr_signal_verdicts_total{verdict="preinfer"}[30m])) > 0)'
+            " > 0.3 * (sum by (instance)"
+            ' (rate(npu_gr_signal_verdicts_total{verdict=~"preinfer|extend|reload"}[30m])) > 0)'
         ),
         wait="30m",
         page=False,
-        summary="{{ $labels.instance }} evicts over 30 % of its pre-inferred prefixes before a rank reads them.",
+        summary="{{ $labels.instance }} evicts over 30 % of the prefixes that signals make before a rank reads them.",
     ),
     Cause(
         alert="NpuGrRelayErrors",

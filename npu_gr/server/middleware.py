@@ -12,7 +12,7 @@ from aiohttp import web
 from npu_gr.access.browsers import refuse_foreign_pages
 from npu_gr.access.key_ring import KeyRing
 from npu_gr.access.keys import Key
-from npu_gr.access.rules import Rule, rules
+from npu_gr.access.rules import PAGES, Rule, rules
 from npu_gr.admission.door import Slot
 from npu_gr.core.errors import NotFound, Overloaded, UnsupportedMedia
 from npu_gr.core.history import UserKey
@@ -62,7 +62,7 @@ def middleware(
     """
     kinds = {(kind.method, path): kind.name for kind in KINDS.values() for path in kind.paths}
     rule_of = rules()
-    health_paths = {path for (_, path), rule in rule_of.items() if rule.scope is None and path != "/"}
+    health_paths = {path for (_, path), rule in rule_of.items() if rule.scope is None and path not in PAGES}
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:

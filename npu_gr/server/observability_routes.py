@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from npu_gr.metrics.console import console
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
 from npu_gr.server.codec.media import JSON
 from npu_gr.server.debug.routes import DebugRoutes
@@ -20,6 +21,7 @@ class ObservabilityRoutes:
         self._service = service
         self._insight = insight
         self._page_text = page("/debug/status")
+        self._console_text = console("/debug/openapi")
 
     def routes(self) -> list[web.RouteDef]:
         insight = self._insight
@@ -29,12 +31,16 @@ class ObservabilityRoutes:
             web.get("/debug/status", self._status),
             web.get("/debug/config", self._config),
             web.get("/openapi.json", self._openapi),
+            web.get("/debug/openapi", self._openapi),
+            web.get("/debug/console", self._console),
             *DebugRoutes(insight.bundle_texts, insight.stacks, insight.profile).routes(),
         ]
 
     async def _page(self, _: web.Request) -> web.Response:
-        headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY}
-        return web.Response(text=self._page_text, content_type="text/html", headers=headers)
+        return _html(self._page_text)
+
+    async def _console(self, _: web.Request) -> web.Response:
+        return _html(self._console_text)
 
     async def _status(self, _: web.Request) -> web.Response:
         return json_response(await self._insight.status())
@@ -53,3 +59,9 @@ class ObservabilityRoutes:
 
     async def _openapi(self, _: web.Request) -> web.Response:
         return json_response(document())
+
+
+def _html(text: str) -> web.Response:
+    """A page that loads nothing from elsewhere."""
+    headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY}
+    return web.Response(text=text, content_type="text/html", headers=headers)

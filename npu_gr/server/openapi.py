@@ -347,6 +347,8 @@ def _observability_paths(schemas: _Schemas) -> _Json:
         "/debug/user": {"post": known},
         "/debug/config": get("config", "The configuration in force.", "401"),
         "/openapi.json": get("openapi", "This document.", "401"),
+        "/debug/openapi": get("openapiOfConsole", "This document, for the console.", "401"),
+        "/debug/console": get("console", "Every route, with a body to send.", is_public=True, media="text/html"),
     }
 
 

@@ -23,7 +23,7 @@ NUM_SLOTS = 60  # of a timeline: ten minutes
 LINKS = {
     "metrics": "/metrics",
     "configuration": "/debug/config",
-    "API": "/openapi.json",
+    "API": "/debug/console",
     "runbooks": "/debug/runbooks",
 }
 

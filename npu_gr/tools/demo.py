@@ -34,6 +34,7 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
+import numpy as np
 from rich.console import Console
 
 from npu_gr.core.errors import ConfigError, Unavailable
@@ -138,19 +139,20 @@ def make(folder: Path, console: Console, overrides: Sequence[str], num_threads: 
     return MadeDemo(folder, dataset, dataset.interactions(), site)
 
 
-async def run(made: MadeDemo, console: Console, limit: int | None = None) -> Report:
+async def run(made: MadeDemo, console: Console, limit: int | None = None, longest: int | None = None) -> Report:
     """Measure the evaluated models under traffic, show what the served ones recommend, and sum up.
 
     Args:
         made: the site.
         console: to print on.
         limit: replay only so many records; None = all.
+        longest: as `prepare_traffic`.
 
     Raises:
         ConfigError, DataError: as `prepare_traffic`.
         Unavailable: a service did not start, or did not stop cleanly.
     """
-    prepared = await prepare_traffic(made, console, free_port(), free_port())
+    prepared = await prepare_traffic(made, console, free_port(), free_port(), longest)
     some = min(WITHOUT_RELAY, limit or WITHOUT_RELAY)
     async with served(prepared.instance, "relay.enabled=false") as url:
         without = await replay(prepared.records, options(prepared, url, some))
@@ -176,7 +178,9 @@ async def run(made: MadeDemo, console: Console, limit: int | None = None) -> Rep
     return found
 
 
-async def prepare_traffic(made: MadeDemo, console: Console, port: int, admin_port: int) -> PreparedDemo:
+async def prepare_traffic(
+    made: MadeDemo, console: Console, port: int, admin_port: int, longest: int | None = None
+) -> PreparedDemo:
     """Make the traffic of the held-out events, and fill a fresh history store with the events before it.
 
     Args:
@@ -184,6 +188,7 @@ async def prepare_traffic(made: MadeDemo, console: Console, port: int, admin_por
         console: to print on.
         port: of the service.
         admin_port: of its admin address.
+        longest: only of so many users, those with the longest histories; None = of all.
 
     Raises:
         ConfigError, DataError: the site cannot be served.
@@ -192,7 +197,10 @@ async def prepare_traffic(made: MadeDemo, console: Console, port: int, admin_por
     checkpoint = load_checkpoint(made.folder / "ranker" / "evaluated")
     vocabulary = ModelVocabulary(item_ids=checkpoint.item_ids, action_values=checkpoint.action_values)
     made_of = from_ratings(made.log[~trained], vocabulary, slice_events=SLICE, num_candidates=CANDIDATES)
-    records = [msgspec.structs.replace(record, labels={}) for record in made_of]
+    users = None if longest is None else longest_users(made.log[trained], longest)
+    records = [
+        msgspec.structs.replace(record, labels={}) for record in made_of if users is None or record.user_id in users
+    ]
     write(made.folder / "traffic.jsonl.gz", records)
     overrides = [
         f"features.path={made.folder / 'replayed.db'}",
@@ -203,9 +211,15 @@ async def prepare_traffic(made: MadeDemo, console: Console, port: int, admin_por
     instance = Instance(made.folder / "evaluated.yaml", overrides, made.folder / "service.log")
     prepared = PreparedDemo(made, instance, records, made.log[trained])
     await refill(prepared)
-    users = len({record.user_id for record in records})
-    console.print(f"replaying {sum(record.kind == RANK.name for record in records)} ranks of {users} users")
+    num_users = len({record.user_id for record in records})
+    console.print(f"replaying {sum(record.kind == RANK.name for record in records)} ranks of {num_users} users")
     return prepared
+
+
+def longest_users(history: Interactions, num: int) -> set[str]:
+    """Name the users with the most events, of equal ones the first."""
+    counts = np.bincount(history.users, minlength=len(history.user_names))
+    return {history.user_names[user] for user in np.argsort(-counts, kind="stable")[:num]}
 
 
 async def fill(config: Config, events: Interactions) -> None:

@@ -69,6 +69,7 @@ STDOUT = {"instance": "a", "stream": "stdout"}
 ADMITTED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="admitted"}'
 SHED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="overloaded"}'
 WASTED = 'npu_gr_prefill_wasted_total{instance="a",kind="rank"}'
+COPIED_BACK = 'npu_gr_signal_verdicts_total{instance="a",verdict="reload"}'
 PREINFERS = 'npu_gr_signal_verdicts_total{instance="a",verdict="preinfer"}'
 ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
@@ -161,6 +162,7 @@ CAUSES: list[Case] = [
     *one("NpuGrShedding", shed(3, 97), shed(1, 199), 15, **INSTANCE),
     *one("NpuGrPrefixesWasted", wasted(4, 10), wasted(2, 10), 65, **INSTANCE),
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
+    Case({**wasted(4, 1), COPIED_BACK: "0+20x70"}, 65, {}, ["NpuGrPrefixesWasted"]),
     *one("NpuGrRelayErrors", {ERRORS: "0+12x30"}, {ERRORS: "0+3x30"}, 25, instance="a", where="reload"),
     *one("NpuGrReloadRefused", {RELOAD: "1 0 0 0"}, {RELOAD: "1 0 1 1"}, 3, instance="a", what="configuration"),
     *one(

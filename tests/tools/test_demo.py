@@ -11,6 +11,7 @@ import pytest
 from npu_gr.catalogue.item_names import EMPTY
 from npu_gr.features.interactions import Interactions
 from npu_gr.replay.report import Latencies, Report, report
+from npu_gr.tools.demo import longest_users
 from npu_gr.tools.demo_summary import sum_up
 from npu_gr.tools.evaluate_service import ServiceEvaluation
 from npu_gr.train.site.report import SiteReport
@@ -69,6 +70,13 @@ def test_a_missed_objective_is_called_so(num_within: int, verdict: str) -> None:
 def test_a_late_load_generator_is_called_so() -> None:
     late = found(99, lag_ms={"p99": 20.0})
     assert any("the load generator was late" in line for line in lines(late))
+
+
+def test_the_longest_users_are_those_with_the_most_events() -> None:
+    users = np.array([0, 1, 1, 2, 2, 2, 3, 3], np.int32)
+    log = Interactions(users, np.arange(8), np.ones(8), np.arange(8), ["a", "b", "c", "d", "never"])
+    assert longest_users(log, 2) == {"c", "b"}
+    assert longest_users(log, 9) == {"a", "b", "c", "d", "never"}
 
 
 def test_it_says_how_the_cascade_stands_beside_its_best_part() -> None:

@@ -27,7 +27,7 @@ def relay_and_tiers() -> dict[str, Any]:
 def _prefixes() -> list[Panel]:
     found = total("rank_outcomes_total", "", HITS)
     wasted = total("prefill_wasted_total", "", of_kind(RANK))
-    preinfers = total("signal_verdicts_total", "", 'verdict="preinfer"')
+    made = total("signal_verdicts_total", "", 'verdict=~"preinfer|extend|reload"')  # each puts a prefix into HBM
     return [
         number(
             "Ranks that found their prefix",
@@ -45,9 +45,9 @@ def _prefixes() -> list[Panel]:
         ),
         number(
             "Wasted pre-infers",
-            "Share of the pre-inferred prefixes that were evicted before a rank read them.",
+            "Share of the prefixes that signals compute, extend or copy back that leave HBM before a rank reads them.",
             "percentunit",
-            {"wasted": f"{wasted} / {preinfers}"},
+            {"wasted": f"{wasted} / {made}"},
             width=6,
             steps=((None, "green"), (0.1, "orange"), (0.3, "red")),
         ),
