@@ -158,7 +158,8 @@ class RankEngine(PageJobs):
             work = RankPass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
             return JobStep(lambda: self.forward([work]), self.cost.pass_s(stop - start, start, 0))
 
-        parts = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
+        most = max(self.scheduler.config.prefill_chunk_tokens, tokens.num_user)  # which are never parted
+        parts = list(chunks(first_token, len(tokens), most))
         steps = [step(start, stop) for start, stop in parts]
         done = await self.scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
         return parts[done.steps - 1][1] if done.steps else first_token
@@ -306,9 +307,10 @@ class RankEngine(PageJobs):
         cached = work.cached
         start = cached.num_tokens if cached else work.first_token
         times = work.tokens.timestamps
-        if not len(work.tokens.rows):  # the user's token, if any: as old as the candidates
+        if not len(work.tokens.rows):  # the user's tokens, if any: as old as the candidates
             times = np.full_like(times, work.candidate_time)
         new = work.tokens[start:] if start else work.tokens
+        start = len(work.tokens) - len(new)  # not among the user's tokens
         past = None
         if cached:
             arena = self.arena

@@ -83,7 +83,7 @@ class Ranking:
         self._config = config
         self.model = model
         self.actions = ActionNames(model.actions)
-        self.features = ModelFeatures(model.features)
+        self.features = ModelFeatures(model.features, engine.model.config.num_user_tokens)
         self.late = LateFeatureReader(self.features, cross_features(engine.model))
         self.names = names  # replaced where a reload finds others beside the same weights
         self.items = items
@@ -103,7 +103,7 @@ class Ranking:
     def max_events(self) -> int:
         """Newest behaviours that the window has room for."""
         most = self._config.max_history_tokens or self.model.max_history_tokens
-        return max(1, (most - bool(self.features.user.features)) // self._tokens_per_event)
+        return max(1, (most - self.features.num_user_tokens) // self._tokens_per_event)
 
     @property
     def _tokens_per_event(self) -> int:
@@ -345,6 +345,8 @@ class Ranking:
 
 def _placed(scores: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> F32:
     """Put the scores of the known candidates into the order of the request; NaN at the others."""
+    if len(scores) == len(known):
+        return scores
     column = np.full(len(known), np.nan, np.float32)
     column[known] = scores
     return column
