@@ -73,7 +73,7 @@ class Trial(NamedTuple):
     @property
     def query_time(self) -> int:
         """Unix seconds of its requests."""
-        return int(self.tokens.events.timestamps[-1])
+        return int(self.tokens.events.timestamps.max(initial=0))  # a token of the user alone has no event
 
 
 def possible(engine: RankEngine, backend: Backend, wanted: AttentionMode) -> Sequence[str]:

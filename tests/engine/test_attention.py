@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.calls import HstuCall, HstuShape
+from npu_gr.backend.tiles import Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import ConfigError, DeviceError
@@ -57,7 +58,7 @@ class Ways(TorchOps):
         if self.way == "lost":
             raise RuntimeError("no such kernel")
         last, self._last = self._last, call
-        slabs = [slab for slab in call.cached if isinstance(slab, tuple)]
+        slabs = [slab for slab in call.cached if not isinstance(slab, Tiles)]
         kept = [slab for slab in slabs if slab[0].untyped_storage().data_ptr() == self.pages_at]
         if self.way == "reads the other's" and last is not None and last.bias.time is call.bias.time and kept:
             call = call._replace(cached=last.cached, times=last.times)  # a second request in the same layer

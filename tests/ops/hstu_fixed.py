@@ -65,9 +65,9 @@ SCORES = [
         *(30, (1, 3600)),
     ),
     # what one request, or its history, leaves is not the next one's: one head and one block of keys, the same buckets
-    Scores(batch(25, Request(20, 40, 20, 10), Request(24, 44, 20, 14), cores=1, heads=1), 64, (0, 1)),
-    Scores(batch(26, Request(20, 40, 20, 20), Request(24, 44, 20, 24), cores=1, heads=1), 64, (0, 1)),
-    Scores(batch(27, Request(20, 40, 20, 0), Request(20, 40, 20, 0), cores=1, heads=1), 64, (0, 1)),
+    Scores(batch(25, Request(20, 40, 20, 10), Request(24, 44, 20, 14), cores=1, heads=1), 64, (0, 0, 0, 1)),
+    Scores(batch(26, Request(20, 40, 20, 20), Request(24, 44, 20, 24), cores=1, heads=1), 64, (0, 0, 0, 1)),
+    Scores(batch(27, *[Request(50, 70, 20, 0)] * 2, cores=1, heads=1), 64, (*[0] * 7, 1), skew=True),
     Scores(FAR, 16, (10,), is_far=True),
     Scores(batch(13, Request(33, 33, 0, 0), Request(0, 9, 0, 0), Request(5, 260, 0, 255), cores=2), 2, (0, 2**25 + 1)),
 ]

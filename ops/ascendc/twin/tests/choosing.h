@@ -35,6 +35,20 @@ void choosing() {
     Select(out, m, x, -1.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, 10);
     expect(holds(out, std::vector<float>{0, -1, 2, -1, -1, -1, -1, -1, -1, 9}), "1 takes the tensor");
   });
+  clean("Select by repeats", [] {  // the same 64 numbers twice, the bits go on
+    Bench b;
+    auto x = b.holding(iota(64)), out = b.empty<float>(128);
+    std::vector<uint8_t> bits(32, 0);
+    bits[0] = 0x04, bits[15] = 0x80;
+    Select(out, b.holding(bits), x, -1.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, 64, 2, {1, 1, 1, 8, 0, 8});
+    expect(out.at()[2] == 2 && out.at()[127] == 63 && out.at()[66] == -1 && out.at()[63] == -1, "bits and numbers");
+  });
+  refused("whole repeats only", [] {
+    Bench b;
+    auto bits = b.holding(std::vector<uint8_t>(32, 0));
+    Select(b.empty<float>(64), bits, b.holding(iota(64)), 0.0f, SELMODE::VSEL_TENSOR_SCALAR_MODE, 40, 1,
+           {1, 1, 1, 8, 8, 8});
+  });
   clean("GatherMask", [] {  // figure 1 of the page: pattern 2 takes the odd elements
     Bench b;
     auto x = b.holding(iota(64)), to = b.empty<float>(64);
