@@ -26,6 +26,9 @@ from npu_gr.cli.options import API_KEY, FILE, SET, load_config, run_async
 @click.option("--event", help="Field with what was done; needed unless the model has one action.")
 @click.option("--time", "time_field", help="Field with the time; without one the broker's time counts.")
 @click.option(
+    "--feature", "features", multiple=True, help="Feature of events, NAME or NAME=FIELD; repeat it for several."
+)
+@click.option(
     "--dead-letters", default="dead-letters.jsonl", show_default=True, type=FILE, help="For what is no event."
 )
 @click.option("--dead-letter-topic", help="For the same, in the place of the file.")
@@ -55,6 +58,7 @@ def consume(
     item: str | None,
     event: str | None,
     time_field: str | None,
+    features: tuple[str, ...],
     **kafka: Any,
 ) -> None:
     """Write events from topics of Kafka into the history store, each once, until SIGTERM.
@@ -66,7 +70,8 @@ def consume(
     from npu_gr.tools.consume.run import KafkaConfig, consume
 
     config = None if config_path is None else load_config(config_path, overrides)
-    fields = Fields(user=user, item=item, event=event, time=time_field)
+    of_events = {name: field or name for name, _, field in (told.partition("=") for told in features)}
+    fields = Fields(user=user, item=item, event=event, time=time_field, features=of_events)
     where = KafkaConfig(**kafka)
     done = run_async(lambda: consume(where, fields, tenant, config, url, api_key))
     click.echo(", ".join(f"{count} {result}" for result, count in done.items()))

@@ -133,7 +133,8 @@ def features_loaded(interactions: Interactions, features: Sequence[Feature]) -> 
 def _of_events(interactions: Interactions, features: Sequence[Feature]) -> Columns:
     """Read the features of all events as the service would read them; what the model does not have is left out."""
     known = {one.name: one for one in features if one.of == "event"}
-    given = {column.name: column.values for column in interactions.columns if column.of == "event"}
+    of_events = [column for column in interactions.columns if column.of == "event"]
+    given = {one.name: one.values if one.is_number else one.values.tolist() for one in of_events}
     try:
         return as_columns(known, {name: given[name] for name in known if name in given}, len(interactions))
     except ValueError as error:

@@ -169,6 +169,17 @@ CAUSES = (
         summary="The history store of {{ $labels.instance }} has damaged entries; their users are answered without.",
     ),
     Cause(
+        alert="NpuGrFeatureSourceFailing",
+        runbook="feature-source-failing",
+        expr=(
+            'sum by (instance) (rate(npu_gr_user_features_total{source=~"last_known|nothing"}[5m]))'
+            " > 0.01 * sum by (instance) (rate(npu_gr_user_features_total[5m]))"
+        ),
+        wait="5m",
+        page=False,
+        summary="Over 1 % of the users of {{ $labels.instance }} have old features, or none: their source fails.",
+    ),
+    Cause(
         alert="NpuGrErasureUnfinished",
         runbook="erasure-unfinished",
         expr="max by (instance, place) (npu_gr_erasure_pending_seconds) > 21600",

@@ -1,8 +1,8 @@
 """Check a configuration and everything that it names, without starting anything: `npu-gr check-config`.
 
-Models, catalogue, vectors, keys and certificates are read as a start reads them; a hook is imported. Nothing is
-kept, no other process is called, and no device is opened: `npu-gr doctor --backend NAME` does that. Without torch (the
-extra `serve`) models are not read, and the report says so.
+Models, catalogue, vectors, keys and certificates are read as a start reads them; a hook and a source of features are
+imported. Nothing is kept, no other process is called, and no device is opened: `npu-gr doctor --backend NAME` does
+that. Without torch (the extra `serve`) models are not read, and the report says so.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.features.base import HistoryConfig
+from npu_gr.features.source import open_source
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors
@@ -238,6 +239,8 @@ def _history(section: HistoryConfig) -> Iterator[Opened]:
         if section.tls is not None:
             named = {key: getattr(section.tls, key) for key in ("ca", "certificate", "key")}
             yield _client_tls("features.tls", ClientTlsConfig(**named))
+    if (source := section.source) is not None:
+        yield _tried("features.source", lambda: open_source(source), source.entry)
 
 
 def _store(path: Path) -> str:

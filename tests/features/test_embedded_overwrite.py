@@ -8,12 +8,14 @@ import random
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from npu_gr.core.history import Events, UserKey
+from npu_gr.feature_schema.columns import Columns
 from npu_gr.features import embedded, embedded_overwrite
 from npu_gr.features.base import HistoryConfig
 from npu_gr.features.embedded import EmbeddedStore
@@ -21,8 +23,10 @@ from npu_gr.features.embedded_check import check, repair
 
 
 def of(number: int, length: int) -> Events:
-    """Events that nobody else has: the user's number is in every item."""
-    return Events.make(np.arange(length) + (number + 1) * 1_000_003_000_000, [0] * length, [1] * length)
+    """Events that nobody else has: the user's number is in every item, and in a feature of each."""
+    items = np.arange(length) + (number + 1) * 1_000_003_000_000
+    own = (items[:, None] << 8).astype(np.uint64)
+    return replace(Events.make(items, [0] * length, [1] * length), features=Columns({}, {"own": own}))
 
 
 def raw(folder: Path) -> bytes:
@@ -33,7 +37,8 @@ def traces(folder: Path, name: str, items: list[int]) -> list[str]:
     """What of a user the files hold."""
     data = raw(folder)
     found = [name] if name.encode() in data else []
-    return found + [str(item) for item in items if item.to_bytes(8, "little") in data]
+    features = [f"feature of {item}" for item in items if (item << 8).to_bytes(8, "little") in data]
+    return found + [str(item) for item in items if item.to_bytes(8, "little") in data] + features
 
 
 def rooms(path: Path) -> list[int]:

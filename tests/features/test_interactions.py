@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gzip
 import importlib.metadata
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import UserKey
+from npu_gr.feature_schema.columns import as_columns
 from npu_gr.features.base import HistoryConfig
+from npu_gr.features.columns import FeatureColumn
 from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features
-from npu_gr.features.load import load_interactions
+from npu_gr.features.load import features_loaded, load_interactions
 from npu_gr.features.store import open_store
+from tests.features_of import every_feature
 
 HEADER = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
 
@@ -120,6 +126,39 @@ async def test_bulk_load(tmp_path: Path) -> None:
     read = (await store.read(UserKey("t", "u"), 9)).events
     assert (read.items.tolist(), read.actions.tolist(), read.timestamps.tolist()) == ([9, 7], [0, 1], [20, 30])
     await store.close()
+
+
+async def test_features_of_events_are_loaded(tmp_path: Path) -> None:
+    """Those that log and model both have; a second load of a log with more of them fills in what is missing."""
+    features = every_feature(("event", "user"))
+    log = read_interactions(atomic(tmp_path, "u\t7\t4\t30", "v\t8\t4\t10", "u\t9\t4\t20"))
+    of_events: dict[str, list[Any]] = {"country": ["de", None, "fr"], "tags": [["a", "b"], ["c"], None]}
+    columns = [FeatureColumn(name="spent", of="event", values=np.array([1.5, np.nan, 2.5]))]
+    columns += [FeatureColumn(name=name, of="event", values=objects(cells)) for name, cells in of_events.items()]
+    columns.append(FeatureColumn(name="other", of="event", values=np.ones(3)))  # the model does not have it
+    columns.append(FeatureColumn(name="age", of="user", values=np.ones(2)))
+    store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
+    assert store is not None
+    first = replace(log, columns=tuple(columns[:1]))
+    assert (await load_interactions(store, first, ["4"], features=features)).num_added == 3
+    whole = replace(log, columns=tuple(columns))
+    assert features_loaded(whole, features) == ("spent", "country", "tags")
+    for filled in (3, 0):
+        loaded = await load_interactions(store, whole, ["4"], features=features)
+        assert (loaded.num_added, loaded.num_known, loaded.num_filled) == (0, 3, filled)
+    read = (await store.read(UserKey("", "u"), 9)).events
+    known = {one.name: one for one in features if one.of == "event"}
+    given = {column.name: column.values for column in columns if column.name in known and column.of == "event"}
+    want = as_columns(known, given, 3).take(log.users == log.user_names.index("u"))
+    assert replace(read, features=want).fingerprint() == read.fingerprint()
+    bad = replace(log, columns=(FeatureColumn(name="spent", of="event", values=objects(["x", None, None])),))
+    with pytest.raises(DataError, match="features of events: spent: row 0"):
+        await load_interactions(store, bad, ["4"], features=features)
+    await store.close()
+
+
+def objects(cells: list[Any]) -> np.ndarray[Any, Any]:
+    return np.fromiter(cells, np.object_, len(cells))
 
 
 def test_sequences_of_items_are_events_in_their_order(tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ RELOAD = 'npu_gr_last_reload_successful{instance="a",what="configuration"}'
 EXPIRES = 'npu_gr_tls_certificate_expires_at_seconds{instance="a",of="server"}'
 BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
 CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
+USERS = 'npu_gr_user_features_total{instance="a",source="%s"}'
 DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
 STARTS = 'npu_gr_front_worker_starts_total{instance="a",worker="1"}'
 UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
@@ -131,6 +132,10 @@ def disk(free: int) -> dict[str, str]:
 
 def degraded(num: int, reads: int) -> dict[str, str]:
     return {DEGRADED: f"0+{num}x20", CALLS % ("read", "ok"): f"0+{reads}x20"}
+
+
+def of_users(num: int, fetched: int) -> dict[str, str]:
+    return {USERS % "nothing": f"0+{num}x20", USERS % "source": f"0+{fetched}x20"}
 
 
 def one(alert: str, fires: dict[str, str], quiet: dict[str, str], minute: int, **labels: str) -> list[Case]:
@@ -188,6 +193,7 @@ CAUSES: list[Case] = [
         **INSTANCE,
     ),
     *one("NpuGrErasureUnfinished", {PENDING: "30000x40"}, {PENDING: "20000x40"}, 25, instance="a", place="store"),
+    *one("NpuGrFeatureSourceFailing", of_users(3, 100), of_users(1, 200), 15, **INSTANCE),
     *one("NpuGrHistoryDegraded", degraded(3, 100), degraded(1, 200), 15, **INSTANCE),
     *one("NpuGrEventLoopBlocked", lag(95, 5), lag(995, 5), 25, **INSTANCE),
     *one("NpuGrEventLoopBlocked", froze(1), froze(0), 25, **INSTANCE),

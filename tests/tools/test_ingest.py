@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 
 from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.history import Events, Mode, UserKey, Write
+from npu_gr.feature_schema.columns import Columns
+from npu_gr.server.codec.ingest import INGEST_BYTES, IngestBody, UserEvents
 from npu_gr.server.config import ServerConfig
+from npu_gr.tools import ingest
 from npu_gr.tools.ingest import ServiceWriter, url_of
 from tests.client.scripted import Answer, answer, problem, scripted
 
@@ -89,3 +94,23 @@ def test_the_address_of_an_instance(host: str, url: str) -> None:
     assert url_of(config) == url
     tls = ServerTlsConfig(certificate="c", key="k")
     assert url_of(msgspec.structs.replace(config, tls=tls)) == url.replace("http", "https")
+
+
+@pytest.mark.parametrize("mode", [Mode.MERGE, Mode.REPLACE])
+def test_calls_with_features_fit_and_lose_nothing(mode: Mode) -> None:
+    """However wide the features are, and whatever the widths of those of other users."""
+    random = np.random.default_rng(0)
+    batch = []
+    for number, (num, width) in enumerate(((9000, 1), (700, 60), (20, 0), (3, 1024), (5000, 3))):
+        events = Events.make(np.arange(num), np.zeros(num), 1000 + np.arange(num))
+        hashes = random.integers(1, 2**62, (num, width)).astype(np.uint64)
+        columns = Columns({"n": np.arange(num, dtype=np.float32)}, {"h": hashes}) if width else Columns()
+        batch.append(Write(UserKey("t", f"u{number}"), replace(events, features=columns), mode))
+    seen: dict[int, Events] = {}
+    for places, writes in ingest._calls(batch):
+        users = [UserEvents(user_id=one.user.user, events=ingest._on_the_wire(one.events)) for one in writes]
+        body = msgspec.msgpack.encode(IngestBody(users=users, tenant="t", mode=writes[0].mode))
+        assert len(body) <= INGEST_BYTES
+        for place, one in zip(places, writes, strict=True):
+            seen[place] = seen[place] + one.events if place in seen else one.events
+    assert [seen[place].fingerprint() for place in range(len(batch))] == [one.events.fingerprint() for one in batch]

@@ -15,7 +15,7 @@ def history_store() -> dict[str, Any]:
         "npu-gr-store",
         "npu_gr / History store",
         "Whether the history store answers, in what time, and what stands in for it where it does not.",
-        {"Now": _now(), "Calls": _calls(), "Bulkhead and disk": _bulkhead()},
+        {"Now": _now(), "Calls": _calls(), "Bulkhead and disk": _bulkhead(), "Features of users": _of_users()},
     )
 
 
@@ -114,5 +114,38 @@ def _bulkhead() -> list[Panel]:
             "Runs a second: ok; held by a reader or by the file that is being written; failed.",
             "ops",
             {"{{place}} {{result}}": total("erasure_runs_total", "place, result")},
+        ),
+    ]
+
+
+def _of_users() -> list[Panel]:
+    return [
+        series(
+            "Features of users by source",
+            "Of users whose features no request brought. last_known, nothing: the source failed.",
+            "ops",
+            {"{{source}}": total("user_features_total", "source")},
+        ),
+        series(
+            "Fetches by result",
+            "Calls a second of the source of users' features.",
+            "ops",
+            {"{{result}}": total("feature_source_calls_total", "result")},
+        ),
+        series(
+            "Fetch latency P99",
+            "As callers wait: a call that is given up counts its time limit.",
+            SECONDS,
+            {"p99": quantile(0.99, "feature_source_call_duration_seconds")},
+        ),
+        series(
+            "Fetches in flight",
+            "Calls that the source has not ended, and those that wait for a place; 1 while the breaker is open.",
+            "short",
+            {
+                "in flight": f"sum({of('feature_source_calls_in_flight')})",
+                "waiting": f"sum({of('feature_source_calls_waiting')})",
+                "breaker open": f"max({of('feature_source_breaker_open')})",
+            },
         ),
     ]

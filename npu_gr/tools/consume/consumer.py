@@ -15,16 +15,17 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, Unavailable, Unprocessable
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.core.words import cut
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.tools.consume.dead_letters import DeadLetters
-from npu_gr.tools.consume.message import Fields, Poison, read_event
+from npu_gr.tools.consume.message import Event, Fields, Poison, read_event
 from npu_gr.tools.consume.metrics import ConsumeMetrics
-from npu_gr.tools.ingest import ServiceWriter, Target
+from npu_gr.tools.ingest import EventModel, ServiceWriter, Target
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer
@@ -73,7 +74,7 @@ class EventConsumer:
             tenant: of all users.
 
         Raises:
-            ConfigError: the target has no actions, so nothing could be an event.
+            ConfigError: the target has no actions, so nothing could be an event, or lacks a feature that is told.
         """
         if not target.model.actions:
             raise ConfigError(f"{target.about}: its model has no actions, so nothing is an event; serve a ranker")
@@ -84,6 +85,10 @@ class EventConsumer:
         self._metrics = metrics
         self._tenant = tenant
         self._actions = {name: place for place, name in enumerate(target.model.actions)}
+        self._features = features_of(target.model)
+        if lost := [name for name in fields.features if name not in self._features]:
+            there = ", ".join(self._features) or "none"
+            raise ConfigError(f"--feature {lost[0]}: no feature of events of {target.about}; it has {there}")
         self._asked_at = float("-inf")
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -109,21 +114,25 @@ class EventConsumer:
     async def _take(self, current: _Round, message: Any) -> str:
         """Add a message to the round; return its user, "" if it has none."""
         try:
-            event = read_event(message.value, message.timestamp, self._fields, self._action)
+            event = self._read(message)
         except Poison as poison:
             if not (str(poison).startswith("event:") and await self._asked_again()):
                 current.dead.append((message, str(poison)))
                 return ""
             try:
-                event = read_event(message.value, message.timestamp, self._fields, self._action)
+                event = self._read(message)
             except Poison as again:
                 current.dead.append((message, str(again)))
                 return ""
-        events = Events.make([event.item], [event.action], [event.timestamp])
+        plain = Events.make([event.item], [event.action], [event.timestamp])
+        events = replace(plain, features=event.features) if event.features else plain
         current.messages.append(message)
         current.writes.append(Write(UserKey(self._tenant, event.user), events, Mode.APPEND, key_of(message)))
         current.users[event.user] += 1
         return event.user
+
+    def _read(self, message: Any) -> Event:
+        return read_event(message.value, message.timestamp, self._fields, self._action, self._features)
 
     def _action(self, name: str | None) -> int:
         if name is None and len(self._actions) == 1:
@@ -142,12 +151,13 @@ class EventConsumer:
             return False
         self._asked_at = time.monotonic()
         try:
-            names = (await store.model()).actions
+            model = await store.model()
         except NpuGrError:  # the write says it, too
             return False
-        if not names:
+        if not model.actions:
             return False
-        self._actions = {name: place for place, name in enumerate(names)}
+        self._actions = {name: place for place, name in enumerate(model.actions)}
+        self._features = features_of(model)
         return True
 
     # ---- one round
@@ -239,3 +249,8 @@ async def _stopped_within(stop: asyncio.Event, pause_s: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def features_of(model: EventModel) -> dict[str, Feature]:
+    """Find the features of events by their names."""
+    return {one.name: one for one in model.features if one.of == "event"}

@@ -6,6 +6,7 @@ milliseconds, microseconds or nanoseconds since 1970, told apart by their size, 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import orjson
 
 from npu_gr.core.names import item_id, value_name
 from npu_gr.core.words import quoted
+from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, as_columns
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.server.codec.fields import LAST_S, MAX_NAME
 
 _GUESSED = {
@@ -38,6 +41,7 @@ class Event(NamedTuple):
     item: int  # id
     action: int  # of the model
     timestamp: int  # unix seconds
+    features: Columns = NO_COLUMNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +52,15 @@ class Fields:
     item: str | None = None
     event: str | None = None
     time: str | None = None
+    features: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of events: name -> field; never guessed
 
 
 def read_event(
-    value: bytes | None, came_ms: int | None, fields: Fields, action_of: Callable[[str | None], int]
+    value: bytes | None,
+    came_ms: int | None,
+    fields: Fields,
+    action_of: Callable[[str | None], int],
+    known: Mapping[str, Feature] | None = None,
 ) -> Event:
     """Read a message.
 
@@ -60,6 +69,7 @@ def read_event(
         came_ms: the broker's time of the message: that of an event without one. None, -1: it knows none.
         fields: where is what.
         action_of: the model's action by its name; None = the message names none. Raises Poison.
+        known: the model's features of events; a field that a message lacks is a missing value.
 
     Raises:
         Poison: the message is no event.
@@ -89,7 +99,15 @@ def read_event(
         _item(cell("item", fields.item)),
         action_of(_event(cell("event", fields.event))),
         (came_ms or 0) // 1000 if time is None else seconds(time),
+        _features({name: [_at(table, field)] for name, field in fields.features.items()}, known or {}),
     )
+
+
+def _features(columns: Mapping[str, list[Any]], known: Mapping[str, Feature]) -> Columns:
+    try:
+        return as_columns(known, columns, 1)
+    except ValueError as error:
+        raise Poison(f"features.{error}") from None
 
 
 def seconds(time: object) -> int:

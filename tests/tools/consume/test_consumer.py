@@ -8,11 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessable
 from npu_gr.core.history import UserKey, Write, Written
 from npu_gr.core.names import item_id
+from npu_gr.feature_schema.encode import hash_names
 from npu_gr.features.base import HistoryConfig, HistoryStore
 from npu_gr.features.store import open_store
 from npu_gr.tools.consume import consumer as module
@@ -21,6 +23,7 @@ from npu_gr.tools.consume.dead_letters import DeadLetterFile
 from npu_gr.tools.consume.message import Fields
 from npu_gr.tools.consume.metrics import ConsumeMetrics
 from npu_gr.tools.ingest import EventModel, Target
+from tests.features_of import every_feature
 
 ACTIONS = ("view", "purchase")
 
@@ -105,13 +108,28 @@ def value(number: int, user: str = "u", event: str = "view") -> bytes:
     return json.dumps({"user": user, "item": number, "event": event, "time": 1_600_000_000 + number}).encode()
 
 
-async def consumed(log: Log, store: Any, folder: Path) -> ConsumeMetrics:
+async def consumed(log: Log, store: Any, folder: Path, **features: str) -> ConsumeMetrics:
     stop = asyncio.Event()
     metrics = ConsumeMetrics()
     letters = DeadLetterFile(folder / "dead.jsonl")
-    target = Target(store, EventModel(ACTIONS), "it")
-    await EventConsumer(log.consumer(stop), target, Fields(), letters, metrics).run(stop)
+    target = Target(store, EventModel(ACTIONS, every_feature(("event",))), "it")
+    await EventConsumer(log.consumer(stop), target, Fields(features=features), letters, metrics).run(stop)
     return metrics
+
+
+async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) -> None:
+    """By the names of the model; what a message lacks is missing, and what does not fit is no event."""
+    told: list[dict[str, Any]] = [{"p": {"from": "fr"}, "spent": 2.5}, {"spent": None}, {"spent": "much"}, {}]
+    log = Log([json.dumps({**json.loads(value(number)), **more}).encode() for number, more in enumerate(told)])
+    done = await consumed(log, store, tmp_path, country="p.from", spent="spent")
+    assert counted(done) == {"written": 3, "known": 0, "dead": 1}
+    assert "features.spent: row 0 is a text" in (tmp_path / "dead.jsonl").read_text()
+    read = (await store.read(UserKey("", "u"), 9)).events.features
+    assert read.names["country"].tolist() == hash_names([["fr"], [], []], 1).tolist()
+    assert read.numbers["spent"].tolist()[0] == 2.5
+    assert np.isnan(read.numbers["spent"][1:]).all()
+    with pytest.raises(ConfigError, match="--feature colour: no feature of events of it; it has country, tags"):
+        await consumed(Log([]), store, tmp_path, colour="colour")
 
 
 def counted(metrics: ConsumeMetrics) -> dict[str, int]:
@@ -197,8 +215,8 @@ async def test_actions_that_are_asked_for_again_are_never_none(
     class Forgetful:
         """A service that has no model just now."""
 
-        async def action_names(self) -> tuple[str, ...]:
-            return ()
+        async def model(self) -> EventModel:
+            return EventModel(())
 
         async def write_many(self, batch: list[Write]) -> Any:
             return await store.write_many(batch)
