@@ -55,11 +55,13 @@ images: $(VENV)/installed
 security: $(VENV)/installed
 	$(BIN)/bandit -q -ll -c pyproject.toml -r npu_gr ops setup.py
 
-# The image's dependencies with the hashes of their files; needs the package index. Without the extra serve: torch is the base
-# image's, another one for each device. Afterwards, with the network: pip-audit -r deploy/requirements.lock --disable-pip
+# The image's dependencies with the hashes of their files; needs the package index. With every extra that a configuration can
+# switch on, and consume's; without serve, npu and triton: torch is the base image's, another one for each device. Afterwards,
+# with the network: pip-audit -r deploy/requirements.lock --disable-pip
 lock: $(VENV)/installed
-	$(LOCK) --extra redis --extra zstd --extra otel --extra picker pyproject.toml --output-file deploy/requirements.lock
+	$(LOCK) $(IMAGE_EXTRAS:%=--extra %) pyproject.toml --output-file deploy/requirements.lock
 	$(LOCK) deploy/requirements-build.in --output-file deploy/requirements-build.lock
+IMAGE_EXTRAS = faiss grpc kafka otel parquet picker redis zstd
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --custom-compile-command "make lock" \
   --python-version 3.11 --python-platform linux --only-binary :all:
 

@@ -17,7 +17,9 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = ("redis", "zstd", "otel")  # of the image, as in the Makefile
+EXTRAS = re.findall(r"(?m)^IMAGE_EXTRAS = (.+)$", (ROOT / "Makefile").read_text())[0].split()  # of the image
+OF_THE_BASE = {"serve", "npu", "triton"}  # torch and what is made for one version of it
+NOT_OF_AN_IMAGE = {"plot", "ray", "bench", "baselines"}  # of commands for a developer, and of a Ray cluster's own image
 LOCKS = [ROOT / "deploy" / name for name in ("requirements.lock", "requirements-build.lock")]
 
 
@@ -48,6 +50,16 @@ def test_the_lock_has_what_the_project_asks_for() -> None:
         version, _ = found[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), text
     assert not [name for name in found if re.match("torch|nvidia|triton", name)]
+
+
+def test_the_image_has_whatever_a_process_in_it_may_ask_for() -> None:
+    """Of each extra that a message of ours tells somebody to install."""
+    told = {
+        extra for path in (ROOT / "npu_gr").rglob("*.py") for extra in re.findall(r"npu_gr\[(\w+)\]", path.read_text())
+    }
+    assert {"grpc", "otel", "redis", "picker"} <= told
+    assert told - OF_THE_BASE - NOT_OF_AN_IMAGE - {"client"} == set(EXTRAS)
+    assert "$(LOCK) $(IMAGE_EXTRAS:%=--extra %) pyproject.toml" in (ROOT / "Makefile").read_text()
 
 
 def test_versions_with_published_holes_are_refused() -> None:

@@ -61,6 +61,7 @@ class KeyRing:
             ConfigError: the file cannot be used, or holds no key.
         """
         self._path = path
+        self.has_keys = path is not None  # callers need one
         self._clock = clock
         self._wall_clock = wall_clock
         self._read: bytes | None = None
@@ -77,11 +78,6 @@ class KeyRing:
                 raise ConfigError(f"api_keys_file: {path}: {error.strerror}") from error
             if not self._keys:
                 raise ConfigError(f"api_keys_file: {path} holds no key")
-
-    @property
-    def has_keys(self) -> bool:
-        """Whether callers need a key."""
-        return self._path is not None
 
     def __len__(self) -> int:
         now_at = self._wall_clock()

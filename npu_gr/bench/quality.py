@@ -70,6 +70,7 @@ class Effort:
     generate: GenerateOptions
     codes: GenerateOptions  # with given semantic IDs
     rank: TrainOptions
+    features: TrainOptions  # with groups of features: long enough to tell them apart
     sasrec: SASRecOptions
 
 
@@ -85,6 +86,7 @@ FULL = Effort(
     generate=_unserved(MOVIELENS),
     codes=_unserved(BEAUTY),
     rank=_unserved(msgspec.structs.replace(PRESETS["demo"], split="leave-one-out")),
+    features=_unserved(msgspec.structs.replace(PRESETS["demo"], num_layers=1, epochs=4)),
     sasrec=SASRecOptions(),
 )
 QUICK = Effort(
@@ -94,6 +96,7 @@ QUICK = Effort(
     generate=_unserved(msgspec.structs.replace(QUICK_GENERATOR, epochs=2, validate_every=2)),
     codes=_unserved(msgspec.structs.replace(BEAUTY, epochs=1, validate_every=1, test_users=500)),
     rank=_unserved(msgspec.structs.replace(PRESETS["quick"], epochs=1, split="leave-one-out")),
+    features=_unserved(msgspec.structs.replace(PRESETS["quick"], num_layers=1, epochs=1)),
     sasrec=SASRecOptions(epochs=2),
 )
 """Shows that everything runs, in minutes; nothing is trained to its end, so `ok` may well be false."""

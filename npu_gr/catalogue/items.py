@@ -62,7 +62,9 @@ class ItemVocabulary:
     def trained_rows(self, ids: I64) -> I64:
         """Look up the row of each id, `UNKNOWN` if the model was not trained with it. [n] -> [n]."""
         if self._table is not None:
-            found: I64 = self._table[np.where((ids >= 0) & (ids < len(self._table)), ids, len(self._table) - 1)]
+            # unsigned, a negative id is beyond the table, too
+            slots = np.minimum(ids.view(np.uint64), np.uint64(len(self._table) - 1))
+            found: I64 = self._table[slots.view(np.int64)]
             return found
         at = np.searchsorted(self._sorted, ids).clip(max=len(self._sorted) - 1)
         return np.where(self._sorted[at] == ids, self._order[at], UNKNOWN)

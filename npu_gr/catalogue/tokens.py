@@ -35,20 +35,21 @@ NO_FEATURES = ModelFeatures()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """The model's input for one user. e = events; n = tokens: the user's, where the model has one, then the events'."""
+    """The model's input for one user. e = events; n = tokens: the user's, where the model has any, then the events'."""
 
     events: Events  # [e] with external item ids; the action of an item's own token is -1
     rows: I64  # [e] row of each item in the model
     report: HistoryReport
-    user: Encoded | None = None  # [1] the user's features; None = these tokens have no user's token
+    user: Encoded | None = None  # [1] the user's features; None = none of these tokens is the user's
     features: Encoded | None = None  # [e] of the events; None = the model has none
     first_new_row: int = 1 << 62  # rows from this one on are of items that the model was not trained with
+    user_tokens: int = 1  # that the user's features are; they are never parted
     _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
 
     @property
     def num_user(self) -> int:
-        """Tokens of the user: 0 or 1."""
-        return int(self.user is not None)
+        """Tokens of the user."""
+        return 0 if self.user is None else self.user_tokens
 
     @property
     def is_divisible(self) -> bool:
@@ -59,27 +60,28 @@ class Tokens:
         return len(self.rows) + self.num_user
 
     def __getitem__(self, part: slice) -> Tokens:
-        """Return some of the tokens; the report stays that of the whole history."""
+        """Return some of the tokens; of the user's all or none. The report stays that of the whole history."""
         start, stop, _ = part.indices(len(self))
         own = slice(max(start - self.num_user, 0), max(stop - self.num_user, 0))
         user = self.user if start == 0 < stop else None
         return self._of(own, user)
 
     def newest(self, num_tokens: int) -> Tokens:
-        """Return the newest events and the user's token: `num_tokens` together, at least one of them an event's."""
+        """Return the newest events and the user's tokens: `num_tokens` together, at least one of them an event's."""
         return self._of(slice(max(len(self) - num_tokens, 0), None), self.user)
 
     def _of(self, own: slice, user: Encoded | None) -> Tokens:
         features = _some(self.features, own)
-        return Tokens(self.events[own], self.rows[own], self.report, user, features, self.first_new_row)
+        new = self.first_new_row
+        return Tokens(self.events[own], self.rows[own], self.report, user, features, new, self.user_tokens)
 
     @property
     def timestamps(self) -> I64:
-        """Unix seconds of each token, int64 [n]; the user's token has those of the first event."""
+        """Unix seconds of each token, int64 [n]; the user's have those of the first event."""
         times = self.events.timestamps
         if not self.num_user:
             return times
-        return np.concatenate((times[:1] if len(times) else np.zeros(1, np.int64), times))
+        return np.concatenate((np.full(self.num_user, times[0] if len(times) else 0, np.int64), times))
 
     def fingerprint(self, num_tokens: int) -> str:
         """Fingerprint the first `num_tokens` tokens; each length is computed once.
@@ -94,7 +96,8 @@ class Tokens:
     def _fingerprint(self, num_tokens: int) -> str:
         """Features count as the model reads them: what it does not know of them is the same as what is missing."""
         num_events = max(num_tokens - self.num_user, 0)
-        plain = replace(self.events[:num_events], features=NO_COLUMNS).fingerprint()
+        events = self.events if num_events == len(self.events) else self.events[:num_events]
+        plain = (replace(events, features=NO_COLUMNS) if events.features else events).fingerprint()
         rows = self.rows[:num_events]
         if len(new := rows[rows >= self.first_new_row]):
             plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
@@ -163,7 +166,7 @@ def tokenize(
         Unprocessable: an action the model does not know, an unknown item with `refuse_unknown`, or a feature of the
             user that is none of the model's or does not fit.
     """
-    if len(events) and (int(events.actions.min()) < 0 or int(events.actions.max()) >= num_actions):
+    if len(events) and int(events.actions.view(np.uint16).max()) >= num_actions:  # unsigned, a negative one is large
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
     step = -(-cut_step_tokens // tokens_per_event)
@@ -188,11 +191,11 @@ def tokenize(
         raise Unprocessable(f"features.user.{error}") from None
     report = HistoryReport(
         fingerprint=name,
-        num_tokens=len(rows) + (user is not None),
+        num_tokens=len(rows) + features.num_user_tokens,
         cut_tokens=first_index + cut,
         unknown_items=unknown,
         missing_features=features.missing(user=user_features or {}, event=events.features.given),
         origin=events.origin,
     )
     of_events = features.rows(features.event, events.features, len(rows))
-    return Tokens(events, rows, report, user, of_events, len(vocabulary.ids))
+    return Tokens(events, rows, report, user, of_events, len(vocabulary.ids), features.num_user_tokens)

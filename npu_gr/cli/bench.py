@@ -148,11 +148,14 @@ def bench_generate(
 @AS_JSON_LINES
 @SEED
 @click.option("--seconds", default=10.0, show_default=True)
-def bench_router(as_json: bool, seed: int, seconds: float) -> None:
+@click.option("--picker", is_flag=True, help="Measure what asking the endpoint picker adds to Envoy instead.")
+def bench_router(as_json: bool, seed: int, seconds: float, picker: bool) -> None:
     """Measure what the router adds to a call, beside Envoy if it is installed."""
-    from npu_gr.bench.router import lines
+    from npu_gr.bench import picker as picker_bench
+    from npu_gr.bench import router as router_bench
 
-    _show(lines(seed, seconds), "cpu", seed, as_json)
+    made = picker_bench.lines(seed, seconds) if picker else router_bench.lines(seed, seconds)
+    _show(made, "cpu", seed, as_json)
 
 
 @bench.command("twin")
@@ -463,7 +466,7 @@ def bench_quality(
     import torch
 
     from npu_gr.bench.quality import FULL, QUICK, codes_lines, match_lines, next_lines
-    from npu_gr.bench.quality_cold import cold_lines
+    from npu_gr.bench.quality_cold import cold_lines, warm_lines
     from npu_gr.dataset.log import read_log
     from npu_gr.features.interactions import movielens_100k, read_item_features
 
@@ -474,6 +477,7 @@ def bench_quality(
         log = movielens_100k()
         features = read_item_features(log.with_suffix(".item"), ["class", "release_year"])
         found += [cold_lines(read_log(log), features, log.name, effort.rank, effort.generate)]
+        found += [warm_lines(read_log(log), features, log.name, effort.rank, effort.seeds)]
     if pairs is not None and (not parts or "match" in parts):
         found.append(match_lines(pairs, effort))
     if not parts or "next" in parts:
@@ -483,7 +487,7 @@ def bench_quality(
     if "features" in parts:
         from npu_gr.bench.quality_features import movielens_lines
 
-        found.append(movielens_lines(effort.rank, effort.seeds))
+        found.append(movielens_lines(effort.features, effort.seeds))
     if "zozotown" in parts:
         from npu_gr.bench.quality_zozotown import zozotown_lines
 

@@ -12,7 +12,7 @@ from npu_gr.cli.options import FILE
 from npu_gr.core.errors import ConfigError
 
 # of npu_gr.model.imported.families, which loads torch
-FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples")
+FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples", "torcheasyrec")
 
 
 def _names(_context: click.Context, _option: click.Parameter, names: str | None) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from npu_gr.cli.options import API_KEY, AS_JSON, FILE, VALUE_COLUMN, RunByDefaul
 from npu_gr.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
+    from npu_gr.core.names import ActionNames
     from npu_gr.features.interactions import Interactions
     from npu_gr.replay.convert import ModelVocabulary
     from npu_gr.replay.options import ReplayOptions
@@ -63,6 +65,11 @@ def replay() -> None:
 @click.option("--timeout-ms", default=1000.0, show_default=True)
 @click.option("--slo-ms", default=50.0, show_default=True)
 @click.option("--processes", default=1, show_default=True, help="Client processes, each with its share of the users.")
+@click.option(
+    "--max-processes",
+    type=int,
+    help="The search raises --processes to so many where they send late.  [the cores that it may use]",
+)
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=FILE, help="Folder for report.json, report.html and answers.jsonl.gz.")
@@ -81,10 +88,11 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
 
     within = given.pop("search")
     step = {name: given.pop(name) for name in ("step_s", "target_ratio")}
+    most = given.pop("max_processes") or max(given["processes"], _cores())
     runs = _options(given)
     searched = None
     if within is not None:
-        searched = _checked(RateSearchOptions, low_per_s=within[0], high_per_s=within[1], **step)
+        searched = _checked(RateSearchOptions, low_per_s=within[0], high_per_s=within[1], max_processes=most, **step)
 
     async def work() -> Study:
         if out is not None:
@@ -101,7 +109,7 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
                 return await replay_from(log, options, stop, show, answers, keep == "scores")
 
             if searched is not None:
-                return await search(play, runs[0], searched, stop)
+                return await search(play, runs[0], searched, stop, show.say)
             return await sweep(play, runs, stop)
 
     study = run_async(work)
@@ -113,6 +121,12 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
         click.echo(study.to_json())
     else:
         Console(width=max(110, Console().width)).print(study.render())
+
+
+def _cores() -> int:
+    """Count the cores that this process may use; where the system does not say, all."""
+    usable = getattr(os, "sched_getaffinity", lambda _pid: range(os.cpu_count() or 1))
+    return min(len(usable(0)), 64)
 
 
 def _options(given: dict[str, Any]) -> list[ReplayOptions]:
@@ -173,7 +187,7 @@ def _progress() -> Iterator[Any]:
     with Bars(*columns, console=Console(file=sys.stderr), transient=True) as bars:
 
         class ShowProgress:
-            """Moves a bar at every call; `begin` starts a new bar."""
+            """Moves a bar at every call; `begin` starts a new bar, `say` prints a line above them."""
 
             def begin(self, name: str) -> None:
                 self._task = bars.add_task(name, total=1.0, text="")
@@ -181,6 +195,9 @@ def _progress() -> Iterator[Any]:
             def __call__(self, progress: Progress) -> None:
                 text = f"{progress.num_done} answered, {progress.num_good} ranks in time"
                 bars.update(self._task, completed=progress.read_ratio, text=text)
+
+            def say(self, text: str) -> None:
+                bars.console.print(text, soft_wrap=True, highlight=False)
 
         yield ShowProgress()
 
@@ -308,6 +325,61 @@ def convert_mooncake(
     options = _checked(MooncakeOptions, **given)
     records = from_mooncake(read_mooncake(trace), log, _vocabulary(checkpoint, log), options)
     click.echo(f"{write(out, records)} records in {out}")
+
+
+@convert.command("access-log")
+@click.argument("logs", nargs=-1, required=True, type=FILE)
+@OUT
+@click.option(
+    "--format", default="json", show_default=True, help="json, common, combined, envoy, or the server's own: '$a [$b]'."
+)
+@click.option(
+    "--field", "fields", multiple=True, metavar="NAME=SOURCE", help="Where a line has it: user_id=request.query.u"
+)
+@click.option("--kind", help="Of all lines, or of those that no --route has.")
+@click.option("--route", "routes", multiple=True, metavar="PATH=KIND", help="PATH may have *; others are left out.")
+@click.option("--stamped", type=click.Choice(["start", "end"]), help="What ts is the time of.  [nginx: end]")
+@click.option("--checkpoint", type=FILE, help="The model's actions, where lines have histories.")
+@click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
+def convert_access_log(
+    logs: tuple[Path, ...],
+    out: Path,
+    fields: tuple[str, ...],
+    routes: tuple[str, ...],
+    checkpoint: Path | None,
+    **given: Any,
+) -> None:
+    """Make a query log of the access LOGS, oldest first, of nginx, Envoy, or a service that writes JSON lines.
+
+    Fields are named as docs/own-data.md lists them. Lines that are no request of a user are left out and counted.
+    """
+    from npu_gr.replay.access_log import AccessLog, AccessLogOptions
+    from npu_gr.replay.files import in_time_order, write
+
+    named = {"fields": _pairs("--field", fields), "routes": _pairs("--route", routes)}
+    options = _checked(AccessLogOptions, **named, **given)
+    log = AccessLog(logs, options, None if checkpoint is None else _actions(checkpoint))
+    write(out, in_time_order(f"{out}: record", enumerate(log, 1)))
+    click.echo("\n".join([*log.told(out), "", f"next: npu-gr replay {out} --url http://127.0.0.1:8080"]))
+
+
+def _actions(checkpoint: Path) -> ActionNames:
+    from npu_gr.core.names import ActionNames
+    from npu_gr.model.weights import load
+
+    return ActionNames(load(checkpoint).action_names)
+
+
+def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for text in given:
+        name, is_one, value = text.rpartition("=") if option == "--route" else text.partition("=")
+        if not (name and is_one and value):
+            raise ConfigError(f"{option} {text}: expected two words with = between them")
+        if name in pairs:
+            raise ConfigError(f"{option} {name}: given twice")
+        pairs[name] = value
+    return pairs
 
 
 def _vocabulary(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:

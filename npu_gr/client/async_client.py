@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import re
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import msgspec
@@ -17,6 +15,7 @@ import msgspec
 from npu_gr.access.calling import calling_files
 from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client.answers import FoundItems, Ranked, found, ranked, read
+from npu_gr.client.calls import call_of, checked_key, feature_body, given, history_body, optional_items, parts
 from npu_gr.client.channel import AGAIN, ApiKey, Channel, Reply, SafeCall
 from npu_gr.client.columns import (
     Behaviours,
@@ -24,8 +23,6 @@ from npu_gr.client.columns import (
     Name,
     Names,
     Time,
-    feature_columns,
-    feature_row,
     ids_of,
     item_column,
     listed,
@@ -39,26 +36,21 @@ from npu_gr.core.request import OrderName, SourceName
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.erase import EraseBody
-from npu_gr.server.codec.events import IDEMPOTENCY_KEY, MAX_KEY, PRINTABLE, EventsBody, EventsOut
+from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
 from npu_gr.server.codec.features import RankFeatures, RequestFeatures, SignalFeatures
-from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserEvents, UserWritten
 from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
 from npu_gr.server.codec.match import MatchBody, MatchOut
-from npu_gr.server.codec.media import JSON, MSGPACK
+from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.codec.rank import RankBody
 from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
 from npu_gr.server.codec.signal import SignalBody, SignalOut
 
 API_KEY = "NPU_GR_API_KEY"
-USER_HEADER, TENANT_HEADER = "X-User-Id", "X-Tenant-Id"  # by which routers and balancers place a request
 MAX_USERS_BYTES = INGEST_BYTES - 1_024  # of an ingest, beside its tenant and mode
 MAX_QUERY = 6_000  # characters; a proxy may take 8,192 for the whole line
-MAX_HEADER = 512  # characters of the name of a user or a tenant
 _LEAST_S = 1e-3  # for the next of several requests of a call, whose time is over
-L = TypeVar("L", str, bytes)
-F = TypeVar("F", SignalFeatures, RequestFeatures, RankFeatures)
 _SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is refused it does without
 
 
@@ -154,16 +146,16 @@ class AsyncClient:
         body = RankBody(
             **self._user(user, tenant),
             candidates=item_column(ids, "candidates"),
-            history=_history(history),
+            history=history_body(history),
             base=base,
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             top_k=top_k,
             unknown_items=unknown_items,
-            features=_features(features, RankFeatures),
+            features=feature_body(features, RankFeatures),
             fields=list(fields),
             model_version=model_version,
         )
-        return ranked(await self._channel.send(_call(RANK.path, body, MSGPACK), self._time(timeout_s)), names, ids)
+        return ranked(await self._channel.send(call_of(RANK.path, body, MSGPACK), self._time(timeout_s)), names, ids)
 
     async def generate(
         self,
@@ -199,21 +191,21 @@ class AsyncClient:
         """
         body = GenerateBody(
             **self._user(user, tenant),
-            history=_history(history),
+            history=history_body(history),
             base=base,
             num_items=num_items,
             beam_width=beam_width,
             normalise=normalise,
             temperature=temperature,
             exclude_seen=exclude_seen,
-            allow_items=_optional_items(allow_items, "allow_items"),
-            deny_items=_optional_items(deny_items, "deny_items"),
+            allow_items=optional_items(allow_items, "allow_items"),
+            deny_items=optional_items(deny_items, "deny_items"),
             attributes={name: list(values) for name, values in (attributes or {}).items()},
             catalogue_version=catalogue_version,
             fields=list(fields),
             model_version=model_version,
         )
-        return found(await self._channel.send(_call(GENERATE.path, body), self._time(timeout_s)), GenerateOut)
+        return found(await self._channel.send(call_of(GENERATE.path, body), self._time(timeout_s)), GenerateOut)
 
     async def match(
         self,
@@ -240,15 +232,15 @@ class AsyncClient:
         """
         body = MatchBody(
             **self._user(user, tenant),
-            history=_history(history),
+            history=history_body(history),
             num_items=num_items,
             exclude_seen=exclude_seen,
-            allow_items=_optional_items(allow_items, "allow_items"),
-            deny_items=_optional_items(deny_items, "deny_items"),
+            allow_items=optional_items(allow_items, "allow_items"),
+            deny_items=optional_items(deny_items, "deny_items"),
             vectors_version=vectors_version,
             fields=list(fields),
         )
-        return found(await self._channel.send(_call(MATCH.path, body), self._time(timeout_s)), MatchOut)
+        return found(await self._channel.send(call_of(MATCH.path, body), self._time(timeout_s)), MatchOut)
 
     async def recommend(
         self,
@@ -288,22 +280,22 @@ class AsyncClient:
         """
         body = RecommendBody(
             **self._user(user, tenant),
-            history=_history(history),
+            history=history_body(history),
             base=base,
             num_items=num_items,
             num_candidates=num_candidates,
             exclude_seen=exclude_seen,
             unknown_items=unknown_items,
-            deny_items=_optional_items(deny_items, "deny_items"),
+            deny_items=optional_items(deny_items, "deny_items"),
             timestamp=None if timestamp is None else second(timestamp, "timestamp"),
             context=dict(context or {}),
             sources=None if sources is None else list(sources),
             order=order,
-            features=_features(features, RequestFeatures),
+            features=feature_body(features, RequestFeatures),
             fields=list(fields),
             model_version=model_version,
         )
-        return found(await self._channel.send(_call(RECOMMEND.path, body), self._time(timeout_s)), RecommendOut)
+        return found(await self._channel.send(call_of(RECOMMEND.path, body), self._time(timeout_s)), RecommendOut)
 
     async def signal(
         self,
@@ -326,13 +318,13 @@ class AsyncClient:
         """
         body = SignalBody(
             **self._user(user, tenant),
-            history=_history(history),
+            history=history_body(history),
             base=base,
             num_candidates=num_candidates,
-            features=_features(features, SignalFeatures),
+            features=feature_body(features, SignalFeatures),
             model_version=model_version,
         )
-        call = _call(SIGNAL.path, body, again=_SIGNAL_AGAIN)
+        call = call_of(SIGNAL.path, body, again=_SIGNAL_AGAIN)
         return read(await self._channel.send(call, self._time(timeout_s)), SignalOut)
 
     def relay(
@@ -372,8 +364,8 @@ class AsyncClient:
                 so that its own retries append once.
         """
         body = EventsBody(**self._user(user, tenant), events=events.on_the_wire("events"))
-        key = {IDEMPOTENCY_KEY: _key(idempotency_key)}
-        return read(await self._channel.send(_call(EVENTS.path, body, headers=key), self._time(timeout_s)), EventsOut)
+        key = {IDEMPOTENCY_KEY: checked_key(idempotency_key)}
+        return read(await self._channel.send(call_of(EVENTS.path, body, headers=key), self._time(timeout_s)), EventsOut)
 
     async def ingest(
         self,
@@ -399,7 +391,7 @@ class AsyncClient:
             Unprocessable: beside what `events` refuses, one user under two names: 7 and "7"; nothing was sent.
         """
         if mode == "append" or idempotency_key is not None:
-            idempotency_key = _key(idempotency_key)
+            idempotency_key = checked_key(idempotency_key)
         users = []
         names: set[str] = set()
         for place, (user, columns) in enumerate(events.items()):
@@ -409,7 +401,7 @@ class AsyncClient:
                 )
             names.add(name)
             one = UserEvents(user_id=name, events=columns.on_the_wire("events"), idempotency_key=idempotency_key)
-            users.append(msgspec.msgpack.encode(_given(one)))
+            users.append(msgspec.msgpack.encode(given(one)))
             if len(users[-1]) > MAX_USERS_BYTES:
                 raise TooLarge(
                     f"events: index {place}: {len(users[-1])} bytes of one user, a request takes {MAX_USERS_BYTES}; "
@@ -418,7 +410,7 @@ class AsyncClient:
         about = {"tenant": self.tenant if tenant is None else tenant, "mode": mode}
         until_at = asyncio.get_running_loop().time() + self._time(timeout_s)
         results: list[UserWritten] = []
-        for part in _parts(users, MOST_USERS, MAX_USERS_BYTES):
+        for part in parts(users, MOST_USERS, MAX_USERS_BYTES):
             body = msgspec.msgpack.encode({**about, "users": [msgspec.Raw(one) for one in part]})
             call = SafeCall(path=INGEST.path, body=body, headers={"Content-Type": MSGPACK})
             results += read(await self._send_until(call, until_at), IngestOut).users
@@ -454,7 +446,7 @@ class AsyncClient:
         asked = [f"ids={one}" for one in ids] + [f"name={quote(str(one), safe='')}" for one in listed(names, "names")]
         until_at = asyncio.get_running_loop().time() + self._time(timeout_s)
         found: list[ItemOut] = []
-        for part in _parts(asked, MOST_ITEMS, MAX_QUERY):
+        for part in parts(asked, MOST_ITEMS, MAX_QUERY):
             call = SafeCall(method="GET", path=f"/v1/items?{'&'.join(part)}")
             found += read(await self._send_until(call, until_at), list[ItemOut])
         return found
@@ -486,84 +478,7 @@ class AsyncClient:
         return self.timeout_s if timeout_s is None else _checked_timeout(timeout_s)
 
 
-def _parts(pieces: Sequence[L], most: int, most_long: int) -> Iterator[list[L]]:
-    """Cut pieces into parts: of so many pieces, and so long together, at most; a longer piece is alone."""
-    part: list[L] = []
-    length = 0
-    for one in pieces:
-        if len(part) == most or (part and length + len(one) >= most_long):
-            yield part
-            part, length = [], 0
-        part.append(one)
-        length += len(one) + 1
-    if part:
-        yield part
-
-
 def _checked_timeout(timeout_s: float) -> float:
     if not 0 < timeout_s < math.inf:
         raise Unprocessable(f"timeout_s: {timeout_s}: a finite time over 0")
     return timeout_s
-
-
-def _key(idempotency_key: str | None) -> str:
-    """Check a key, or make one."""
-    if idempotency_key is None:
-        return uuid.uuid4().hex
-    if not re.fullmatch(PRINTABLE, idempotency_key):
-        raise Unprocessable(f"idempotency_key: {quoted(idempotency_key)}: 1 to {MAX_KEY} printable ASCII characters")
-    return idempotency_key
-
-
-def _features(features: Features | None, cls: type[F]) -> F | msgspec.UnsetType:
-    """Make the part of a body. Raises Unprocessable where the call has no place for some of them."""
-    if features is None:
-        return msgspec.UNSET
-    parts: dict[str, Any] = {"user": None if features.user is None else feature_row(features.user)}
-    if features.request:
-        parts["request"] = feature_row(features.request)
-    if features.cross:
-        parts["cross"] = feature_columns(features.cross, "features.cross")
-    for name in parts:
-        if name not in cls.__struct_fields__:
-            raise Unprocessable(f"features.{name}: this call takes {', '.join(cls.__struct_fields__)} alone")
-    return cls(**parts)
-
-
-def _history(history: Behaviours | None) -> Any:
-    return None if history is None else history.on_the_wire("history")
-
-
-def _optional_items(names: Names | None, field: str) -> bytes | None:
-    return None if names is None else item_column(names, field)
-
-
-def _call(
-    path: str,
-    body: UserBody,
-    accept: str = JSON,
-    headers: Mapping[str, str] | None = None,
-    again: frozenset[int] = AGAIN,
-) -> SafeCall:
-    of_user = {"Content-Type": MSGPACK, USER_HEADER: _as_header(str(body.user_id))}
-    if body.tenant:
-        of_user[TENANT_HEADER] = _as_header(body.tenant)
-    content = msgspec.msgpack.encode(_given(body))
-    return SafeCall(path=path, body=content, accept=accept, headers={**of_user, **(headers or {})}, again=again)
-
-
-def _as_header(name: str) -> str:
-    """Write a name for placing: routers take so many bytes, and the beginning of a longer one places as well."""
-    return quote(name, safe="")[:MAX_HEADER]
-
-
-def _given(body: msgspec.Struct) -> dict[str, Any]:
-    """Leave out what was not given, so that an older service knows every field."""
-    given = {
-        name: value
-        for name, value in msgspec.structs.asdict(body).items()
-        if value not in (None, msgspec.UNSET, {}, [])
-    }
-    if given.get("tenant") == "":
-        del given["tenant"]
-    return given

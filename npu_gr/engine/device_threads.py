@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -94,6 +94,11 @@ class DeviceThreads:
         if shed is not None:
             self._deliver([(shed, Overloaded("dropped to make room for a request", reason=Refusal.SHED))])
         return future
+
+    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants."""
+        with self._changed:
+            self._queue.weights = tenant_weights
 
     def withdraw(self, job: Job) -> bool:
         """Take a job out of the queue, and its later steps. Returns False if it is not waiting."""

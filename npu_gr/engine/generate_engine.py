@@ -401,7 +401,7 @@ class GenerateEngine(PageJobs):
         self.backend.synchronize()
 
     async def generate(
-        self, work: GeneratePass, deadline_at: float, arrived_at: float | None = None
+        self, work: GeneratePass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
     ) -> JobResult[GeneratedItems]:
         """Encode the part of the prompt that is missing, and search, in a pass that other generates may share.
 
@@ -410,6 +410,7 @@ class GenerateEngine(PageJobs):
             deadline_at: instant on time.monotonic(); a pass that has not begun by then is dropped.
             arrived_at: the instant at which the request arrived at this instance, before its history was read: see
                 `RankEngine.rank`. None = now.
+            tenant: of the request; see `Scheduler.batch`.
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`. Unprocessable: a beam or a prompt over
@@ -424,6 +425,7 @@ class GenerateEngine(PageJobs):
             deadline_at,
             objective_s=self.objective_s,
             arrived_at=arrived_at,
+            tenant=tenant,
             estimate_s=expected_s,
             kind="generate",
         )

@@ -55,6 +55,7 @@ class Job:
     order_at: float = float("inf")  # the earliest runs first
     estimate_s: float = 0.0  # device seconds of the current step
     objective_s: float = float("inf")  # of its request, from arrival to answer
+    tenant: str = ""  # of its request
     preemptible: bool = False  # waits behind every request; a full queue drops it to make room for one
     rest: Sequence[JobStep] = ()  # later steps; each is a pass of its own, and other jobs may run in between
     ran: int = field(default=0, init=False)  # steps that have run

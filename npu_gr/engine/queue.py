@@ -1,7 +1,9 @@
 """The jobs that wait for the device, and which of them form the next pass. Pure: no thread, no tensor, no clock.
 
 **Order.** The job with the earliest `order_at` runs first. A request's `order_at` is the instant by which it should be
-done (its objective, or its deadline), and never later than `aging_s` after it arrived: no request starves.
+done (its objective, or its deadline), and never later than `aging_s` after it arrived: no request starves. A request
+whose tenant has less than its share of what waits runs as if it were due when it came: it is behind the pass that runs,
+and not behind another tenant's queue.
 
 **Preemptible jobs** (prefills, copies to DRAM) run only when no request is queued, the oldest first. When a request
 starts to wait for one, `hasten` gives that job the request's own order. So a prefill whose rank was refused takes no
@@ -22,6 +24,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
+from collections.abc import Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -125,6 +129,8 @@ class JobQueue:
         self._numbers = itertools.count()  # of equal `order_at`, the job that was put first goes first
         self._preemptible: dict[Job, None] = {}  # oldest first
         self._waiting = 0
+        self._held: Counter[str] = Counter()  # requests that wait, by their tenant; one that has none has no entry
+        self.weights: Mapping[str, float] = {}  # of tenants; all others have 1
         self._pressure = 0.0
         self.slowdown = SlowdownEwma()  # of passes; whoever runs them reports how long they took
 
@@ -163,6 +169,8 @@ class JobQueue:
             job.order_at = min(job.order_at, arrived_at + BEHIND_S)
         else:
             job.order_at = min(job.order_at, job.deadline_at, arrived_at + self._config.aging_s)
+            if self._is_under_its_share(job.tenant):
+                job.order_at = min(job.order_at, arrived_at)
         shed = None
         if not force and self._waiting >= self._config.max_queue:
             shed = max(reversed(self._preemptible), key=lambda each: each.order_at, default=None)
@@ -179,6 +187,7 @@ class JobQueue:
         if job.preemptible:
             self._preemptible[job] = None
         else:
+            self._held[job.tenant] += 1
             self._pressure += job.estimate_s / job.objective_s
         return shed
 
@@ -199,6 +208,14 @@ class JobQueue:
         job.rest = ()
         return self._leave(job)
 
+    def _is_under_its_share(self, tenant: str) -> bool:
+        """Whether a tenant would hold less than its share of what waits, with one more."""
+        if not self._held or (len(self._held) == 1 and tenant in self._held):
+            return False
+        weight = self.weights.get(tenant, 1.0)
+        total = sum(self.weights.get(name, 1.0) for name in self._held) + (0.0 if tenant in self._held else weight)
+        return (self._held[tenant] + 1) * total < weight * (self._held.total() + 1)
+
     def _leave(self, job: Job) -> bool:
         if not job.is_waiting:
             return False
@@ -207,6 +224,9 @@ class JobQueue:
         if job.preemptible:
             del self._preemptible[job]
         else:
+            self._held[job.tenant] -= 1
+            if not self._held[job.tenant]:
+                del self._held[job.tenant]
             self._pressure -= job.estimate_s / job.objective_s
         if len(self._preemptible) == self._waiting:
             self._pressure = 0.0  # exactly: rounding errors must not add up

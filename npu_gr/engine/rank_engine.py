@@ -158,12 +158,15 @@ class RankEngine(PageJobs):
             work = RankPass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
             return JobStep(lambda: self.forward([work]), self.cost.pass_s(stop - start, start, 0))
 
-        parts = list(chunks(first_token, len(tokens), self.scheduler.config.prefill_chunk_tokens))
+        most = max(self.scheduler.config.prefill_chunk_tokens, tokens.num_user)  # which are never parted
+        parts = list(chunks(first_token, len(tokens), most))
         steps = [step(start, stop) for start, stop in parts]
         done = await self.scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
         return parts[done.steps - 1][1] if done.steps else first_token
 
-    async def rank(self, work: RankPass, deadline_at: float, arrived_at: float | None = None) -> RankScores:
+    async def rank(
+        self, work: RankPass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
+    ) -> RankScores:
         """Score a request's candidates, in a pass that it may share with other ranks.
 
         Args:
@@ -172,6 +175,7 @@ class RankEngine(PageJobs):
             arrived_at: the instant at which the request arrived at this instance, before its history was read. Its
                 place in the queue is `arrived_at + objective_s`, and aging counts from it, so time spent reading the
                 history makes the request older, not younger. None = now.
+            tenant: of the request; see `Scheduler.batch`.
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
@@ -179,17 +183,25 @@ class RankEngine(PageJobs):
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(work.demand.tokens, cached, work.demand.rows)
         done = await self.scheduler.batch(
-            work, self.forward, deadline_at, objective_s=self.objective_s, arrived_at=arrived_at, estimate_s=expected_s
+            work,
+            self.forward,
+            deadline_at,
+            objective_s=self.objective_s,
+            arrived_at=arrived_at,
+            tenant=tenant,
+            estimate_s=expected_s,
         )
         if work.cached is None and done.batch_size == 1:
             self.observe_pass(expected_s, done.device_s)
         return self._scores(work, done.value)._replace(queue_s=done.queue_s, device_s=done.device_s)
 
-    async def find(self, work: FindPass, deadline_at: float, arrived_at: float | None = None) -> NextItems:
+    async def find(
+        self, work: FindPass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
+    ) -> NextItems:
         """Find the best items for a request, in a pass that it may share with others that find.
 
         Args:
-            work, deadline_at, arrived_at: as of `rank`. Only where the model retrieves.
+            work, deadline_at, arrived_at, tenant: as of `rank`. Only where the model retrieves.
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
@@ -205,6 +217,7 @@ class RankEngine(PageJobs):
             deadline_at,
             objective_s=self.objective_s,
             arrived_at=arrived_at,
+            tenant=tenant,
             estimate_s=expected_s,
             kind=RECOMMEND.name,
         )
@@ -294,9 +307,10 @@ class RankEngine(PageJobs):
         cached = work.cached
         start = cached.num_tokens if cached else work.first_token
         times = work.tokens.timestamps
-        if not len(work.tokens.rows):  # the user's token, if any: as old as the candidates
+        if not len(work.tokens.rows):  # the user's tokens, if any: as old as the candidates
             times = np.full_like(times, work.candidate_time)
         new = work.tokens[start:] if start else work.tokens
+        start = len(work.tokens) - len(new)  # not among the user's tokens
         past = None
         if cached:
             arena = self.arena

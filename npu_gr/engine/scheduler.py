@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -65,6 +65,10 @@ class Scheduler:
     async def stop(self) -> None:
         """End the threads after the passes that run. Jobs that still wait end with Unavailable."""
         await self._threads.stop()
+
+    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants' shares of the queue; all that are not named have 1."""
+        self._threads.weigh(tenant_weights)
 
     @property
     def depth(self) -> int:
@@ -166,6 +170,7 @@ class Scheduler:
         *,
         objective_s: float = float("inf"),
         arrived_at: float | None = None,
+        tenant: str = "",
         estimate_s: float = 0.0,
         max_requests: int | None = None,
         kind: str = "rank",
@@ -181,6 +186,7 @@ class Scheduler:
             objective_s: of the request, from arrival to answer; `arrived_at + objective_s` is its place in the queue.
             arrived_at: the instant at which the request arrived, not the instant of this call; aging counts from it.
                 None = now.
+            tenant: of the request; one with less than its share of the queue goes before the others.
             estimate_s: device seconds of this work alone.
             max_requests: the most works in a pass; the same for every work of one `run`. None = the scheduler's own
                 `max_batch_requests`.
@@ -202,6 +208,7 @@ class Scheduler:
                 order_at=arrived_at + objective_s,
                 arrived_at=arrived_at,
                 objective_s=objective_s,
+                tenant=tenant,
                 estimate_s=estimate_s,
             )
         )

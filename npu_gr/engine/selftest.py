@@ -43,7 +43,7 @@ async def parity(
         DeviceError: the difference is over the tolerance of the dtype in which keys and values are kept.
     """
     layout = engine.arena.layout
-    cut = len(tokens) * 3 // 4
+    cut = max(len(tokens) * 3 // 4, tokens.num_user)
     shown_at = int(tokens.events.timestamps[-1])
     head = tokens[:cut]
     cold = await _asked(engine, RankPass(tokens, 0, candidates, shown_at))

@@ -124,8 +124,15 @@ def known(features: Mapping[str, Feature], name: str) -> Feature:
 class ModelFeatures:
     """The features of a model by where they go in, each with its encoder, which is made when it is needed."""
 
-    def __init__(self, features: Sequence[Feature] = ()) -> None:
+    def __init__(self, features: Sequence[Feature] = (), num_user_tokens: int = 1) -> None:
+        """Keep a list of features.
+
+        Args:
+            features: of the model.
+            num_user_tokens: that those of the user are, if there are any.
+        """
         self.features = tuple(features)
+        self.num_user_tokens = num_user_tokens if any(feature.of == "user" for feature in features) else 0
 
     def _of(self, of: Of) -> FeatureEncoder:
         return FeatureEncoder([feature for feature in self.features if feature.of == of])

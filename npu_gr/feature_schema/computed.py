@@ -12,6 +12,8 @@ all. Where a feature has `actions`, only events with one of them count, but for 
 What cannot be said is missing: a share or rate of an empty history, a recency without an event, anything by a feature
 that the candidate lacks.
 
+    mf_score  the value that matrix factorisation expects of user and candidate, see `factors.py`; of items alone
+
     hour      hour of the day, 0 to 23, UTC
     weekday   0 = Monday to 6
 """
@@ -24,6 +26,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from npu_gr.feature_schema.factors import MF_SCORE, ItemFactors
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
@@ -64,19 +68,22 @@ class ComputedFeature(Protocol):
 class ComputedRule(NamedTuple):
     """What is computed of a history and a candidate."""
 
-    what: str  # one of OF_HISTORY
+    what: str  # one of OF_HISTORY, or MF_SCORE
     by: str  # an item feature, or ALL; "" = the item itself
 
 
 def read_rule(computed: str) -> ComputedRule:
-    """Read `WHAT` or `WHAT_by:FEATURE`.
+    """Read `WHAT`, `WHAT_by:FEATURE` or `mf_score`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is none of these.
     """
+    if computed == MF_SCORE:
+        return ComputedRule(MF_SCORE, "")
     what, by, feature = computed.partition(BY)
     if what not in OF_HISTORY or bool(by) != bool(feature):
-        raise ValueError(f"computed: {computed!r} is none of {', '.join(OF_HISTORY)}, alone or with {BY}FEATURE")
+        known = f"{', '.join(OF_HISTORY)}, alone or with {BY}FEATURE, or {MF_SCORE}"
+        raise ValueError(f"computed: {computed!r} is none of {known}")
     return ComputedRule(what, feature)
 
 
@@ -131,6 +138,7 @@ class CrossFeatures:
         features: Sequence[ComputedFeature],
         actions: Sequence[str],
         item_values: Mapping[str, ItemValueTable],
+        factors: ItemFactors | None = None,
     ) -> None:
         """Look up what the features name.
 
@@ -138,6 +146,7 @@ class CrossFeatures:
             features: those of the user and the item together; one that is not computed is passed over.
             actions: names of the model's actions.
             item_values: item feature -> its values. A table may grow and change between calls.
+            factors: of the model; None = it has none, and no `mf_score`.
 
         Raises:
             ValueError: a feature names an action or an item feature that the model lacks.
@@ -150,11 +159,14 @@ class CrossFeatures:
             if rule.by and rule.by != ALL and rule.by not in item_values:
                 there = ", ".join(item_values) or "none"
                 raise ValueError(f"features.{feature.name}: no item feature {rule.by!r}; there are {there}")
+            if rule.what == MF_SCORE and factors is None:
+                raise ValueError(f"features.{feature.name}: {MF_SCORE}: the model has no factors")
             if missing := [action for action in feature.actions if action not in actions]:
                 raise ValueError(f"features.{feature.name}: no action {missing[0]!r}; there are {', '.join(actions)}")
             counts = np.array([not feature.actions or action in feature.actions for action in actions])
             self.rules.append((feature.name, rule, counts))
         self._item_values = item_values
+        self.factors = factors
 
     def num_values(self, by: str) -> int:
         """Return the number of values of an item feature, or of ALL."""
@@ -189,6 +201,10 @@ class CrossFeatures:
         found: dict[tuple[str, bytes], Alike] = {}
         columns = {}
         for name, rule, counts in self.rules:
+            if rule.what == MF_SCORE:
+                assert self.factors is not None, "looked up before"
+                columns[name] = self.factors.scores(items, actions, candidates)
+                continue
             key = (rule.by, counts.tobytes())
             if key not in found:
                 is_counted = None if counts.all() else counts[actions]

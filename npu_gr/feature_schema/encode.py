@@ -70,6 +70,9 @@ class FeatureEncoder:
         self.shared = tuple(  # columns of codes that are the mean of one feature
             (one.column, one.column + one.feature.max_values) for one in self._coded if one.feature.max_values > 1
         )
+        coded = {one.feature.name: slice(one.column, one.column + one.feature.max_values) for one in self._coded}
+        numbers = {one.name: [place, place + len(self._dense)] for place, one in enumerate(self._dense)}
+        self.columns = [coded.get(name) or numbers[name] for name in self.features]  # of codes or of numbers, each
         self._mean = np.array([[feature.mean] for feature in self._dense], np.float32)
         self._scale = np.array([[feature.scale] for feature in self._dense], np.float32)
         self._clip = np.array([[feature.clip] for feature in self._dense], np.float32)
@@ -141,6 +144,9 @@ class _Coded:
         """Write [n, max_values] codes, which are all padding."""
         if column is None:
             codes[:, 0] = self._missing
+        elif self.feature.kind == "number" and self.feature.num_buckets:
+            is_row = (column >= 0) & (column < self.feature.num_buckets) & (column == np.floor(column))
+            codes[:, 0] = np.where(is_row, self._first + np.where(is_row, column, 0).astype(np.int32), self._missing)
         elif self.feature.kind == "number":
             codes[:, 0] = self._first + np.searchsorted(self._borders, column, side="right")
             codes[np.isnan(column), 0] = self._missing

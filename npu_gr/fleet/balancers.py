@@ -27,7 +27,7 @@ from typing import Any
 from npu_gr.access.rules import rules
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Routing
-from npu_gr.fleet.envoy_picker import obeying, picker_cluster, picker_filter
+from npu_gr.fleet.envoy_picker import obeying, picker_cluster, picker_filter, told
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.server.headers import NOT_TAKEN
 
@@ -96,7 +96,9 @@ def envoy(config: RouterConfig, instances: list[InstanceConfig]) -> str:
                     routes.append(_envoy_route(named, "special", config, again=again[path], by_user=True))
                     routes.append(_envoy_refusal(match, 400, f"{config.user_header}: missing"))
                 else:  # the picker reads the user from the body as well
-                    routes.append(_envoy_route(match, "special", config, again=again[path], by_user=True))
+                    by_picker = _envoy_route(match, "special", config, again=again[path], by_user=True)
+                    by_picker["response_headers_to_add"] = told(instances, is_signal=path in _SIGNAL_PATHS)
+                    routes.append(by_picker)
             else:
                 routes.append(_envoy_route(match, "normal", config))
         routes += [

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.router.config import PickerConfig, RouterConfig
+from npu_gr.router.config import InstanceConfig, PickerConfig, RouterConfig
+from npu_gr.router.members import ring_of
+from npu_gr.router.request import headers_read
 
 CLUSTER = "picker"
 _TYPE = "type.googleapis.com/envoy.extensions"
@@ -20,9 +22,11 @@ _DESTINATION = "x-gateway-destination-endpoint"
 def picker_filter(config: RouterConfig) -> dict[str, Any]:
     """Make the HTTP filter that asks the picker.
 
-    It shows the picker the head of a request, the head of its answer, and the body only of a request whose headers
-    name no user.
+    It shows the picker the headers of a request that the picker reads, and the body only where they name no user. The
+    answer waits for nobody: what the router adds to it, Envoy adds by itself (`told`), and what fails, Envoy takes out
+    (`outlier_detection`). So a request costs one question.
     """
+    shown = [":method", ":path", ":authority", *sorted(name.decode() for name in headers_read(config))]
     return {
         "name": "envoy.filters.http.ext_proc",
         "typed_config": {
@@ -33,8 +37,15 @@ def picker_filter(config: RouterConfig) -> dict[str, Any]:
             "processing_mode": {
                 "request_header_mode": "SEND",
                 "request_body_mode": "BUFFERED",
-                "response_header_mode": "SEND",
+                "response_header_mode": "SKIP",
+                # Without this Envoy ends its call at the choice; so it ends with the request, which the picker counts
+                # as in flight until then. Instances speak HTTP/1.1 and send no trailers, so nothing waits.
+                "response_trailer_mode": "SEND",
             },
+            "forward_rules": {
+                "allowed_headers": {"patterns": [{"exact": name, "ignore_case": True} for name in shown]}
+            },
+            "route_cache_action": "RETAIN",  # no route depends on the choice
             "allow_mode_override": True,  # the picker does without most bodies
             "metadata_options": {
                 "forwarding_namespaces": {"untyped": [_SPACE]},
@@ -82,6 +93,22 @@ def picker_cluster(config: RouterConfig, picker: PickerConfig) -> dict[str, Any]
             }
         ],
     }
+
+
+def told(instances: list[InstanceConfig], *, is_signal: bool) -> list[dict[str, Any]]:
+    """Make the headers that the answer of an instance gets: who gave it, and of a signal where its ranks go.
+
+    Args:
+        instances: on the ring.
+        is_signal: it answers one.
+    """
+    headers = {"X-NpuGr-Instance": "%UPSTREAM_HOST_NAME%"}
+    if is_signal:  # the one that took it, which is not the one that was chosen if that failed
+        headers["X-NpuGr-Placement"] = f"%UPSTREAM_HOST_NAME%@{ring_of(instances).epoch}"
+    return [
+        {"header": {"key": key, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
+        for key, value in headers.items()
+    ]
 
 
 def obeying(fallback: str, settings: dict[str, Any]) -> dict[str, Any]:

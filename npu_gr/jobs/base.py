@@ -33,11 +33,12 @@ NO_SLOT = NoSlot()
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The times of one request, as instants of time.monotonic(), and its place."""
+    """The times of one request, as instants of time.monotonic(), its place, and whose turn it takes."""
 
     arrived_at: float  # its place in the device's queue counts from here, also if its history took long to read
     deadline_at: float  # its answer must be there
     slot: HeldSlot = NO_SLOT
+    tenant: str = ""
 
 
 class KindJob(Protocol[Q_contra, A_co]):

@@ -251,7 +251,7 @@ class CascadeRun:
             num_items=source.num_items,
             denied=self._denied,
             exclude_seen=self._exclude_seen,
-            call=Call(began_at, self._deadlines.retrieve_at),
+            call=Call(began_at, self._deadlines.retrieve_at, tenant=self._request.user.tenant),
             ranking=self._ranking,
             rows=self._tokens.rows,
             trunk=self._trunk,
@@ -342,7 +342,7 @@ class CascadeRun:
             async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
                 # the rank's objective counts from its own stage: counted from the cascade's arrival it would be over
                 # before retrieval is done, and every cascade would overtake every rank
-                ranked = await self._trunk.rank(request, Call(began_at, deadline_at))
+                ranked = await self._trunk.rank(request, Call(began_at, deadline_at, tenant=request.user.tenant))
         except NpuGrError as error:
             if self._parts.config.on_rank_failure == "fail":
                 raise

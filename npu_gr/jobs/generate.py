@@ -32,8 +32,9 @@ class GenerateJob:
         """Read the history, search, and keep the version in use meanwhile."""
         generation = self._versions.generator(request.model_version)
         with generation.use:
-            with call.slot.outside():
-                history = await self._histories.read(request.user, request.history, self._versions.max_events)
+            history = await self._histories.read(
+                request.user, request.history, self._versions.max_events, call.slot.outside
+            )
             events = history.events
             if events.origin.fault and not len(events):  # an empty prompt would blame the caller: 422
                 raise StoreFailed("the history store fails, and nothing is known of the user", events.origin.fault)

@@ -176,7 +176,7 @@ class Generation:
                     cached=lease.cached,
                     keep=lease.keep,
                 )
-                done = await self.engine.generate(work, call.deadline_at, call.arrived_at)
+                done = await self.engine.generate(work, call.deadline_at, call.arrived_at, call.tenant)
         return GenerateAnswer(
             model_version=self.version,
             catalogue_version=snapshot.version,

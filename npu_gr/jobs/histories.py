@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import msgspec
@@ -99,13 +100,20 @@ class Histories:
         self.cache.resize(cache_bytes, tenant_weights)
         self._cut_step_tokens = cut_step_tokens
 
-    async def read(self, user: UserKey, ref: HistoryRef, window_events: int) -> UserHistory:
+    async def read(
+        self,
+        user: UserKey,
+        ref: HistoryRef,
+        window_events: int,
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> UserHistory:
         """Read the behaviours that a request names.
 
         Args:
             user: whose they are.
             ref: where they are.
             window_events: the newest ones that the models in service have room for.
+            while_waiting: entered while the store is read.
 
         Raises:
             UnknownPrefix: a delta continues a prefix that is not known here.
@@ -127,7 +135,8 @@ class Histories:
         if self.store is None:
             raise BadRequest("history: missing, and this instance has no history store")
         try:
-            stored = await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
+            with while_waiting():
+                stored = await self._read_stored(self.store, user, window_events + self._cut_step_tokens)
         except StoreFailed as error:
             stored = self._degraded(user, error, self._on_failure)
         return UserHistory.of(stored.events, stored.first_index, window_events, ref.user_features)

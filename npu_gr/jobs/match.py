@@ -233,6 +233,7 @@ class MatchJob:
             call.deadline_at,
             objective_s=self._objective_s(),
             arrived_at=call.arrived_at,
+            tenant=call.tenant,
             estimate_s=self._estimate_s,
             max_requests=self.config.max_batch_requests,
             kind=MATCH.name,

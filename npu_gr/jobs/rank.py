@@ -33,8 +33,9 @@ class RankJob:
         if not len(request.candidates):
             raise Unprocessable("candidates: needs at least one")
         with ranking.use:
-            with call.slot.outside():
-                history = await self._histories.read(request.user, request.history, self._versions.max_events)
+            history = await self._histories.read(
+                request.user, request.history, self._versions.max_events, call.slot.outside
+            )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)
             answer = await ranking.rank(request, tokens, call, time.monotonic() - call.arrived_at)

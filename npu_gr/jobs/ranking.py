@@ -83,7 +83,7 @@ class Ranking:
         self._config = config
         self.model = model
         self.actions = ActionNames(model.actions)
-        self.features = ModelFeatures(model.features)
+        self.features = ModelFeatures(model.features, engine.model.config.num_user_tokens)
         self.late = LateFeatureReader(self.features, cross_features(engine.model))
         self.names = names  # replaced where a reload finds others beside the same weights
         self.items = items
@@ -103,7 +103,7 @@ class Ranking:
     def max_events(self) -> int:
         """Newest behaviours that the window has room for."""
         most = self._config.max_history_tokens or self.model.max_history_tokens
-        return max(1, (most - bool(self.features.user.features)) // self._tokens_per_event)
+        return max(1, (most - self.features.num_user_tokens) // self._tokens_per_event)
 
     @property
     def _tokens_per_event(self) -> int:
@@ -187,7 +187,7 @@ class Ranking:
         async with taken as lease:
             lease_s = time.monotonic() - began_at
             lease, scored = await self._tried(
-                lambda leased: self.engine.rank(leased, call.deadline_at, call.arrived_at), work, lease
+                lambda leased: self.engine.rank(leased, call.deadline_at, call.arrived_at, call.tenant), work, lease
             )
         return self._answer(request, work, lease, scored, known, {"history": history_s, "lease": lease_s})
 
@@ -265,7 +265,9 @@ class Ranking:
             The lease that was used (another one, if the device failed while it read the prefix), and what was found.
         """
         return await self._tried(
-            lambda work: self.engine.find(FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at),
+            lambda work: self.engine.find(
+                FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at, call.tenant
+            ),
             RankPass(tokens, 0, NOTHING, shown_at, features=LateFeatures(features)),
             lease,
         )
@@ -343,6 +345,8 @@ class Ranking:
 
 def _placed(scores: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> F32:
     """Put the scores of the known candidates into the order of the request; NaN at the others."""
+    if len(scores) == len(known):
+        return scores
     column = np.full(len(known), np.nan, np.float32)
     column[known] = scores
     return column

@@ -122,8 +122,9 @@ class RecommendJob:
         """Read the history once, run the cascade, and keep the ranker in use meanwhile."""
         ranking = self._versions.ranker(request.model_version)
         with ranking.use:
-            with call.slot.outside():
-                history = await self._histories.read(request.user, request.history, self._versions.max_events)
+            history = await self._histories.read(
+                request.user, request.history, self._versions.max_events, call.slot.outside
+            )
             tokens = ranking.tokenize(history)
             self._histories.remember(request.user, request.history, history)
             history_s = time.monotonic() - call.arrived_at

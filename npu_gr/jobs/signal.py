@@ -43,8 +43,7 @@ class SignalJob:
             for model in (ranking, generation):
                 if model is not None:
                     used.enter_context(model.use)
-            with call.slot.outside():
-                history = await self._histories.read(request.user, request.history, versions.max_events)
+            history = await self._histories.read(request.user, request.history, versions.max_events, call.slot.outside)
             read_at = time.monotonic()
             if ranking is not None:
                 tokens = ranking.tokenize(history)

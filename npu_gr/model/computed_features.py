@@ -1,8 +1,9 @@
-"""The computed cross features of a model: its schema's, with the item features and actions that they name."""
+"""The computed cross features of a model: its schema's, with the item features, actions and factors that they name."""
 
 from __future__ import annotations
 
 from npu_gr.feature_schema.computed import CrossFeatures, ItemValueTable
+from npu_gr.feature_schema.factors import ItemFactors
 from npu_gr.model.hstu import HSTU
 
 
@@ -20,4 +21,7 @@ def cross_features(model: HSTU) -> CrossFeatures:
         feature.name: ItemValueTable(getattr(model, f"feature_ids_{index}").cpu().numpy(), feature.num_values)
         for index, feature in enumerate(config.item_features)
     }
-    return CrossFeatures(config.features_of("cross"), config.actions, tables)
+    factors = None
+    if config.has_factors:
+        factors = ItemFactors(model.factors_of_items.cpu().numpy(), model.factors_of_actions.cpu().numpy())
+    return CrossFeatures(config.features_of("cross"), config.actions, tables, factors)

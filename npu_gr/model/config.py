@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from npu_gr.core.settings import Count
+from npu_gr.feature_schema.factors import MF_SCORE
 from npu_gr.feature_schema.schema import Feature, Of, check_features
 
 
@@ -55,6 +56,9 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     item_codes: tuple[Count, ...] = ()  # number of codes of each level of the items' semantic IDs; none = not read
     row_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # of the training; 0 = no score for a new item
     features: tuple[Feature, ...] = ()  # what it reads beside items, actions and times
+    user_tokens: Literal["sum", "each"] = "sum"  # the user's features are one token, their sum; or a token each
+    # what the user's tokens see: what stands before them; or the whole history (public code's contextual mask)
+    context: Literal["causal", "full"] = "causal"
     actions: tuple[str, ...]  # what a behaviour can be, e.g. ratings; an event's action is an index into it
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
     dim: Count = 64
@@ -95,7 +99,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     head_norm: Literal["layer", "l2", "none"] = "layer"  # of the final row
     head_item_norm: Literal["l2", "none"] = "none"  # of the items' rows in a product
     head_norm_eps: Annotated[float, msgspec.Meta(gt=0)] | None = None  # None = `norm_eps`
-    head_activation: Literal["silu", "relu", "gelu", "norm_gate"] = "silu"  # norm_gate: x * sigmoid(norm(x))
+    # norm_gate: x * sigmoid(norm(x)); norm_silu: silu(norm(x))
+    head_activation: Literal["silu", "relu", "gelu", "norm_gate", "norm_silu"] = "silu"
     head_scale: float = 1.0
 
     scaling: Literal["constant", "runtime"] = "constant"
@@ -119,13 +124,30 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError("max_history_tokens: a behaviour of an interleaved model is two tokens")
         if self.retrieval and self.head == "product":
             raise ValueError("retrieval: not with head 'product': NEXT is no candidate")
-        if self.features and (self.head == "dot" or self.is_interleaved):
-            raise ValueError("features: not with head 'dot', nor with token 'interleaved'")
+        if self.features and self.head == "dot":
+            raise ValueError("features: not with head 'dot'")
+        if self.is_interleaved and self.features_of("event"):
+            raise ValueError("features: none of events with token 'interleaved'")
         check_features(self.features)
+        if self.max_history_tokens <= self.num_user_tokens:
+            raise ValueError(f"max_history_tokens: the user's features are {self.num_user_tokens} tokens of them")
+        if self.context == "full" and self.relative_bias != "none":
+            raise ValueError("context: 'full' only with relative_bias 'none'")
 
     def features_of(self, of: Of) -> tuple[Feature, ...]:
         """The features of one `of`, in the order of the checkpoint."""
         return tuple(feature for feature in self.features if feature.of == of)
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether it holds a matrix factorisation, which a cross feature reads."""
+        return any(feature.computed == MF_SCORE for feature in self.features_of("cross"))
+
+    @property
+    def num_user_tokens(self) -> int:
+        """Tokens in front of the history that the user's features are."""
+        own = len(self.features_of("user"))
+        return own if self.user_tokens == "each" else min(own, 1)
 
     @property
     def attention_alpha(self) -> float:
@@ -150,7 +172,7 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @property
     def has_plain_layers(self) -> bool:
         """Whether a layer around its attention is one that kernels of whole layers know."""
-        return self.norm != "head" and not self.attention_norm_in_concat
+        return self.norm != "head" and not self.attention_norm_in_concat and self.context == "causal"
 
     @property
     def has_plain_times(self) -> bool:
@@ -167,14 +189,13 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 LATER = (
     *("retrieval", "features", "norm_eps", "attention_norm_in_concat", "alpha", "time_buckets"),
     *("attention_time", "token", "query_times", "head", "head_periods", "head_norm", "head_item_norm"),
-    *("head_norm_eps", "head_activation", "head_scale", "item_codes", "row_dropout"),
+    *("head_norm_eps", "head_activation", "head_scale", "item_codes", "row_dropout", "user_tokens"),
 )
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant only, because any other
 # value breaks a cached prefix. Key -> the value, and the rule that another value breaks.
 PINNED: dict[str, tuple[str | int, str]] = {
     "candidate_position": ("shared", "E8: scores would depend on the order of the candidates"),
-    "context": ("causal", "E4: context rows that see the whole history depend on later behaviours"),
     "query_time_embedding": ("none", "E3: the query time is not known when the prefix is encoded"),
     "min_full_attention_tokens": (0, "E5: which rows attend fully depends on the final length"),
     "sequence_pooling": ("none", "E6: a mean over the sequence depends on its end"),
@@ -213,6 +234,9 @@ def inexact_fields(config: HSTUConfig) -> list[str]:
     if config.scaling != "constant":
         rule = "E1: a scale by the runtime length changes every cached value when the sequence grows"
         lines.append(f"model.scaling: {config.scaling!r} with the prefix cache on ({rule})")
+    if config.context != "causal":
+        rule = "E4: the user's tokens see the whole history, so their keys change with every behaviour after them"
+        lines.append(f"model.context: {config.context!r} with the prefix cache on ({rule})")
     if config.positions == "reverse":
         rule = "E2: positions counted from the end shift when behaviours are appended"
         lines.append(f"model.positions: 'reverse' with the prefix cache on ({rule})")

@@ -50,6 +50,7 @@ class FeatureTable(nn.Module):
         encoder = FeatureEncoder(features)
         self._shared = encoder.shared
         self._padding = encoder.padding
+        self._columns = encoder.columns
         self.dim = dim
         if encoder.width:
             self.codes = nn.Embedding(encoder.padding + 1, dim, padding_idx=encoder.padding)
@@ -78,6 +79,20 @@ class FeatureTable(nn.Module):
             x = numbers if x is None else x + numbers
         assert isinstance(x, Tensor)
         return x
+
+    def each(self, values: FeatureValues, ops: Affine = _TORCH) -> Tensor:
+        """Embed values of n rows feature by feature: [n, features, dim], in the order of the checkpoint."""
+        found: list[Tensor] = []
+        rows = self.codes(values.codes) * self._shares(values.codes)[..., None] if values.codes.shape[-1] else None
+        for columns in self._columns:
+            if isinstance(columns, slice):
+                assert rows is not None
+                found.append(rows[:, columns].sum(1))
+            else:
+                own = torch.zeros_like(values.numbers)
+                own[:, columns] = values.numbers[:, columns]
+                found.append(ops.affine(own, self.numbers, 0, self.dim, False))
+        return torch.stack(found, 1)
 
     def _shares(self, codes: Tensor) -> Tensor:
         """The share of each code in its feature's mean, of the codes' shape; 0 of padding."""

@@ -30,6 +30,7 @@ from npu_gr.backend.base import Affine, Backend, HstuPass
 from npu_gr.backend.calls import HstuCall, HstuLayerCall, HstuPassCall, HstuSegment
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.feature_schema.factors import NUM_FACTORS
 from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
@@ -48,6 +49,8 @@ class HSTU(nn.Module):
     codes: ItemCodeRows  # only with `item_codes`
     item_feature_codes: Tensor
     item_feature_numbers: Tensor
+    factors_of_items: Tensor  # only with `mf_score`, as is the next one; see `feature_schema/factors.py`
+    factors_of_actions: Tensor
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
@@ -66,11 +69,15 @@ class HSTU(nn.Module):
             {of: FeatureTable(own, config.dim) for of in OFS if (own := config.features_of(of))}
         )
         if "user" in self.features:
-            self.user_token = nn.Parameter(torch.empty(config.dim).normal_(std=0.02))
+            shape = (config.dim,) if config.user_tokens == "sum" else (config.num_user_tokens, config.dim)
+            self.user_token = nn.Parameter(torch.empty(shape).normal_(std=0.02))
         if "item" in self.features:
             missing = self._table_of("item").missing(config.num_items)
             self.register_buffer("item_feature_codes", missing.codes.clone())
             self.register_buffer("item_feature_numbers", missing.numbers.clone())
+        if config.has_factors:
+            self.register_buffer("factors_of_items", torch.zeros(config.num_items, 1 + NUM_FACTORS))
+            self.register_buffer("factors_of_actions", torch.zeros(len(config.actions)))
         if config.positions != "none":
             self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
@@ -100,9 +107,12 @@ class HSTU(nn.Module):
         """Compute in `dtype`, in place.
 
         The residual stream, features, norms and head of a bf16 model stay fp32: they are cheap, and a bf16 residual
-        would turn every rounding difference of a split into a visible one.
+        would turn every rounding difference of a split into a visible one. Factors stay as they are: nothing of the
+        model computes with them.
         """
+        kept = {name: values for name, values in self.named_buffers(recurse=False) if name.startswith("factors_")}
         self.to(dtype)
+        self._buffers.update(kept)
         if dtype == torch.bfloat16:
             self.features.float()
             self.norm_head.float()
@@ -244,8 +254,8 @@ class HSTU(nn.Module):
             x = x + self.position(torch.cat([self._positions(s) for s in segments]))
         if self.config.query_times is not None:
             assert isinstance(self.query_edges, Tensor)
-            ahead = [part for s in segments for part in (s.candidate_time - s.times, torch.zeros_like(s.candidates))]
-            x = x + self.query_time(torch.bucketize(torch.cat(ahead), self.query_edges, right=True))
+            ahead = torch.cat([part for s in segments for part in (_ahead(s), torch.zeros_like(s.candidates))])
+            x = x + self.query_time(torch.bucketize(ahead, self.query_edges, right=True))
         return x.to(self._residual_dtype)
 
     def _with_features(self, x: Tensor, segments: Sequence[Segment], ops: Affine) -> Tensor:
@@ -253,18 +263,28 @@ class HSTU(nn.Module):
         events = self._feature_rows("event", [(s.events, len(s.items)) for s in segments], ops)
         requests = self._feature_rows("request", [(s.request, 1) for s in segments], ops)
         cross = self._feature_rows("cross", [(s.cross, len(s.candidates)) for s in segments], ops)
-        users = self._feature_rows("user", [(s.user, int(s.user is not None)) for s in segments], ops)
+        users = self._user_rows(segments, ops)
         rows: list[Tensor] = []
         wide = x.to(self._residual_dtype)  # whatever else is in the batch
         for place, s in enumerate(segments):
             history, shown, wide = wide.tensor_split((len(s.items), len(s.items) + len(s.candidates)))
             if users and s.user is not None:
-                rows.append(self.user_token.to(wide.dtype) + users[place])
+                rows.append(users[place])
             rows.append(history + events[place] if events else history)
             if requests:
                 shown = shown + requests[place]
             rows.append(shown + cross[place] if cross and not s.is_next else shown)
         return torch.cat(rows)
+
+    def _user_rows(self, segments: Sequence[Segment], ops: Affine) -> Sequence[Tensor]:
+        """The users' tokens, [n, dim] of each segment; nothing where the model has none."""
+        if self.config.user_tokens == "sum":
+            rows = self._feature_rows("user", [(s.user, int(s.user is not None)) for s in segments], ops)
+            return [self.user_token.to(own.dtype) + own for own in rows]
+        if "user" not in self.features:
+            return []
+        nobody, table = self.user_token[:0], self._table_of("user")
+        return [nobody if s.user is None else self.user_token + table.each(s.user, ops)[0] for s in segments]
 
     def _feature_rows(self, of: Of, given: Sequence[tuple[FeatureValues | None, int]], ops: Affine) -> Sequence[Tensor]:
         """Embed the values of all segments at once, [n, dim] each; nothing where the model has no such features."""
@@ -277,13 +297,14 @@ class HSTU(nn.Module):
         return torch.split(rows, [n for _, n in given])
 
     def _positions(self, segment: Segment) -> Tensor:
-        """Learned position of each row: counted from the start, or (an E2 breaker) from the end."""
+        """Learned position of each row: counted from the start; or (an E2 breaker) from the end, the user's first."""
         past = segment.past.num_tokens if segment.past else 0
         new = segment.num_tokens
         c = len(segment.candidates)
         index = torch.arange(past, past + new + 1, device=segment.items.device)
         if self.config.positions == "reverse":
-            index = past + new - index
+            index = past + new - index + self.config.num_user_tokens
+            index[: segment.num_user_tokens] = torch.arange(segment.num_user_tokens, device=index.device)
         index = index.clamp(max=self.config.max_history_tokens)
         return torch.cat([index[:new], index[new:].expand(c)])
 
@@ -347,6 +368,8 @@ class HSTU(nn.Module):
                         q[history], *new, past, at, layer.bias, alpha, row_times=asked, edges=layer.time_edges
                     )
                     out = backend.hstu_causal(call)
+                    if self.config.context == "full" and (users := s.num_user_tokens):
+                        out[:users] = backend.hstu_targets(_seeing_all(layer, call, users))
                     attention[history] = out.mul_(scale)
                 if len(s.candidates):
                     slabs = [*past, new] if len(new[0]) else past
@@ -463,6 +486,20 @@ class HSTU(nn.Module):
             scaled: Tensor = self.norm_head(x) * self.config.head_scale
             return scaled
         return ops.affine(self.norm_next(x), self.vector, 0, self.config.dim, False)
+
+
+def _ahead(segment: Segment) -> Tensor:
+    """Seconds from each new token to the request, int64 [n]; public code has the user's tokens of the year 1970."""
+    ahead = segment.candidate_time - segment.times
+    ahead[: segment.num_user_tokens] = segment.candidate_time
+    return ahead
+
+
+def _seeing_all(layer: HSTULayer, call: HstuCall, num_rows: int) -> HstuCall:
+    """Let the first rows of a whole history attend to all of it: as candidates would, whose own key adds nothing."""
+    q, nothing = call.q[:num_rows], (torch.zeros_like(call.k[:num_rows]), torch.zeros_like(call.v[:num_rows]))
+    slabs = [*call.cached, (call.k, call.v)] if len(call.k) else call.cached
+    return HstuCall(q, *nothing, slabs, call.times, layer.bias, call.alpha)
 
 
 def _asking(

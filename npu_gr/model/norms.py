@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, normalize
+from torch.nn.functional import layer_norm, normalize, silu
 
 from npu_gr.model.config import HSTUConfig, TimePeriod
 
@@ -46,6 +46,14 @@ class NormGate(nn.LayerNorm):
         return input * gate
 
 
+class NormSiLU(nn.LayerNorm):
+    """silu(norm(x))."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """[..., width] -> the same shape."""
+        return silu(super().forward(input))
+
+
 class ClockMix(nn.Module):
     """Mix what clocks show at the request's time into rows, by a linear layer.
 
@@ -80,6 +88,8 @@ def head_norm(config: HSTUConfig) -> nn.Module:
 def head_mlp(config: HSTUConfig) -> nn.Sequential:
     """Make the MLP from a final row to the logits."""
     eps = config.norm_eps if config.head_norm_eps is None else config.head_norm_eps
-    activations: dict[str, nn.Module] = {"silu": nn.SiLU(), "relu": nn.ReLU(), "gelu": nn.GELU()}
-    middle = activations.get(config.head_activation) or NormGate(config.head_dim, eps=eps)
+    plain: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU, "gelu": nn.GELU}
+    normed = {"norm_gate": NormGate, "norm_silu": NormSiLU}
+    kind = plain.get(config.head_activation)
+    middle = normed[config.head_activation](config.head_dim, eps=eps) if kind is None else kind()
     return nn.Sequential(nn.Linear(config.dim, config.head_dim), middle, nn.Linear(config.head_dim, len(config.tasks)))

@@ -53,7 +53,7 @@ class Segment:
 
     items: Tensor  # int64 [e] item rows of the new events
     actions: Tensor  # int64 [e]
-    times: Tensor  # int64 [n] unix seconds of the new history tokens: the user's if it is one of them, then the events'
+    times: Tensor  # int64 [n] unix seconds of the new history tokens: the user's if they are among them, then events'
     candidates: Tensor  # int64 [c] item rows
     candidate_time: int = 0  # unix seconds
     is_next: bool = False  # `candidates` is NEXT alone: the result is u
@@ -61,7 +61,7 @@ class Segment:
     sink: Sink | None = None  # receives the new history rows' keys and values, layer by layer
     host: HostTokens | None = None  # the same, for a device that computes whole layers
     last: LastEvent | None = None  # `candidates` is the last behaviour, which asks what comes next
-    user: FeatureValues | None = None  # [1] makes the user's token the first of the new ones; None = there is none
+    user: FeatureValues | None = None  # [1] makes the user's tokens the first of the new ones; None = there are none
     events: FeatureValues | None = None  # [e]; None of these three: missing
     request: FeatureValues | None = None  # [1]
     cross: FeatureValues | None = None  # [c]
@@ -69,7 +69,12 @@ class Segment:
     @property
     def num_tokens(self) -> int:
         """New history tokens, n."""
-        return len(self.items) + (self.user is not None)
+        return len(self.times)
+
+    @property
+    def num_user_tokens(self) -> int:
+        """The user's among them."""
+        return len(self.times) - len(self.items)
 
     @property
     def num_rows(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Generic, NamedTuple
 
 from npu_gr.core.errors import ResourceError
@@ -60,26 +61,31 @@ class PrefixFinder(Generic[P]):
         self._pool = pool
         self._clock = clock
 
-    async def find(self, user: UserKey, tokens: P, time: RankTime) -> FoundPrefix:
+    async def find(
+        self, user: UserKey, tokens: P, time: RankTime, while_waiting: Callable[[], AbstractContextManager[None]]
+    ) -> FoundPrefix:
         """Get the best prefix of a history; never fails, and never takes longer than the rank can wait.
 
         Args:
             user: whose history.
             tokens: the whole history, at least one token.
             time: that the rank has.
+            while_waiting: entered while it waits.
         """
         existing = self._inventory.existing(user, tokens, time.left_s)
-        match choose(existing, len(tokens), self._settings.relay.max_joiners):
-            case UseResident(entry):
-                return FoundPrefix(Outcome.HBM_HIT, entry=entry)
-            case AdoptPrefill(producer):
-                return await self._adopt(producer, time)
-            case JoinProducer(producer):
-                return await self._join(producer, time)
-            case ReloadCopy(copy):
-                return await self._reload(copy, time)
-            case ComputeAll(reason):
-                return _miss(reason)
+        decision = choose(existing, len(tokens), self._settings.relay.max_joiners)
+        if isinstance(decision, UseResident):
+            return FoundPrefix(Outcome.HBM_HIT, entry=decision.entry)
+        if isinstance(decision, ComputeAll):
+            return _miss(decision.reason)
+        with while_waiting():
+            match decision:
+                case AdoptPrefill(producer):
+                    return await self._adopt(producer, time)
+                case JoinProducer(producer):
+                    return await self._join(producer, time)
+                case ReloadCopy(copy):
+                    return await self._reload(copy, time)
 
     async def _adopt(self, producer: Producer, time: RankTime) -> FoundPrefix:
         """Take a running prefill over; a miss if the remainder is too much for this rank."""

@@ -174,14 +174,13 @@ class Relay(Generic[P]):
             tokens: the whole history as the model reads it.
             num_candidates: of the rank, to estimate what still fits.
             deadline_at: instant of the clock by which the rank must be done.
-            while_waiting: entered while the prefix is looked for, which may wait for another request's work.
+            while_waiting: entered while it waits for another request's work, or for a copy.
         """
         config = self.settings.relay
         rank_time = RankTime(config, self._engine, self._clock, len(tokens), num_candidates, deadline_at)
         found = FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if config.enabled else Reason.DISABLED)
         if config.enabled and len(tokens):
-            with while_waiting():
-                found = await self._finder.find(user, tokens, rank_time)
+            found = await self._finder.find(user, tokens, rank_time, while_waiting)
         try:
             with self._granted(found, user, tokens, rank_time) as lease:
                 yield lease

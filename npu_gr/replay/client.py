@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +16,7 @@ from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.plan import Action, plan, share_of, user_of
-from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.player import PlayerOptions, play, soon
 from npu_gr.replay.sample import Sample
 from npu_gr.replay.tally import Tally
 
@@ -59,8 +58,11 @@ class ReplayClient:
             return self._log.read_ratio
         return (self.last_number + 1) / max(len(job.log), 1) if isinstance(job.log, tuple) else 0.0
 
-    async def run(self, start_at: float | None = None) -> None:
-        """Play from an instant of `time.monotonic()` on; None = now. Cancelling stops it at once.
+    async def run(self, begin: Callable[[], Awaitable[float]] = soon) -> None:
+        """Play. Cancelling stops it at once.
+
+        Args:
+            begin: as `player.play` has it.
 
         Raises:
             DataError: the log cannot be read, see `QueryLog`.
@@ -84,7 +86,7 @@ class ReplayClient:
                 self.tally.add(sample)
                 note(sample)
 
-            await play(self._actions(), target, over, start_at)
+            await play(self._actions(), target, over, begin)
 
     def _actions(self) -> Iterator[Action]:
         job = self._job
@@ -112,7 +114,7 @@ def work(pipe: Connection, job: ClientJob) -> None:
     Messages are (word, value):
 
         client                parent
-        "ready"         ->
+        "ready"         ->                             its first requests are encoded
                         <-    the instant to start at
         "progress"      ->                             every `TELL_S`
                         <-    anything, or its end     stop early
@@ -125,9 +127,14 @@ def work(pipe: Connection, job: ClientJob) -> None:
 async def _work(pipe: Connection, job: ClientJob) -> None:
     loop = asyncio.get_running_loop()
     client = ReplayClient(job)
-    pipe.send(("ready", None))
-    playing = asyncio.create_task(client.run(await asyncio.to_thread(pipe.recv)))
-    loop.add_reader(pipe.fileno(), playing.cancel)  # any message, and the parent's end too
+
+    async def begin() -> float:
+        pipe.send(("ready", None))
+        start_at: float = await asyncio.to_thread(pipe.recv)
+        loop.add_reader(pipe.fileno(), playing.cancel)  # any message, and the parent's end too
+        return start_at
+
+    playing = asyncio.create_task(client.run(begin))
     try:
         while not playing.done():
             await asyncio.wait([playing], timeout=TELL_S)
@@ -138,6 +145,8 @@ async def _work(pipe: Connection, job: ClientJob) -> None:
         loop.remove_reader(pipe.fileno())
         playing.cancel()
         failure = (await asyncio.gather(playing, return_exceptions=True))[0]
+    if isinstance(failure, EOFError | ConnectionError):  # nor before it began
+        return
     if isinstance(failure, Exception) and not isinstance(failure, DataError):
         raise failure
     interrupted = isinstance(failure, asyncio.CancelledError)
@@ -145,8 +154,3 @@ async def _work(pipe: Connection, job: ClientJob) -> None:
     with contextlib.suppress(OSError, EOFError):
         pipe.send(("error", str(failure)) if isinstance(failure, DataError) else ("result", result))
         pipe.recv()  # stay until the other end is closed: it waits for news of all its clients
-
-
-def start_in(lead_s: float) -> float:
-    """The instant of `time.monotonic()` that comes `lead_s` from now; every process of this machine agrees on it."""
-    return time.monotonic() + lead_s

@@ -65,7 +65,7 @@ class QueryLog:
             numbered = read_rows(self.path, self._reject, self._set_read_ratio)
         else:
             numbered = self._parsed()
-        return _in_time_order(self.path, self._not_erased(numbered))
+        return in_time_order(f"{self.path}, line", self._not_erased(numbered))
 
     def _not_erased(self, numbered: Iterator[tuple[int, QueryRecord]]) -> Iterator[tuple[int, QueryRecord]]:
         """Leave out the users who were erased since: the list beside the file says who."""
@@ -136,14 +136,21 @@ def read(path: Path, bad_lines: BadLines = "fail") -> Iterator[QueryRecord]:
     return iter(QueryLog(path, bad_lines))
 
 
-def _in_time_order(path: Path, numbered: Iterable[tuple[int, QueryRecord]]) -> Iterator[QueryRecord]:
+def in_time_order(name: str, numbered: Iterable[tuple[int, QueryRecord]]) -> Iterator[QueryRecord]:
+    """Put records into the order of their times; of equal times, of their numbers.
+
+    Args:
+        name: what the numbers count, for the message.
+        numbered: records of which none stands over `REORDER` places after its time.
+
+    Raises:
+        DataError: one does.
+    """
     waiting: list[tuple[float, int, QueryRecord]] = []  # by time, then place in the file
     last_ts = -float("inf")
     for number, record in numbered:
         if record.ts < last_ts:
-            raise DataError(
-                f"{path}, line {number}: more than {REORDER} records out of time order; npu-gr replay convert sorts it"
-            )
+            raise DataError(f"{name} {number}: more than {REORDER} records out of time order; sort them by time")
         heapq.heappush(waiting, (record.ts, number, record))
         if len(waiting) > REORDER:
             last_ts, _, earliest = heapq.heappop(waiting)

@@ -1,16 +1,20 @@
-"""Latencies in constant memory: HDR histograms of a whole run, and of its slices of time."""
+"""Latencies in constant memory: HDR histograms of a whole run and of its slices of time, and a sample of points."""
 
 from __future__ import annotations
 
+import heapq
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import xxhash
 from hdrh.histogram import HdrHistogram
 
 MAX_S = 3600.0
 MAX_SLICES = 240
+MAX_POINTS = 1000
 
 _UNITS_PER_S = 1e6  # counted in microseconds
 
@@ -99,3 +103,41 @@ class Slices:
         for left, right in zip(self.slices[::2], self.slices[1::2], strict=False):
             left.merge(right)
         self.slices = self.slices[::2]
+
+
+class Point(NamedTuple):
+    """One request of a run."""
+
+    due_at: float  # seconds after the run began
+    latency_s: float
+    outcome: str  # or "error"
+
+
+class Scatter:
+    """A sample of a run's requests: all of them, or beyond `max_points` those with the smallest hashes.
+
+    The hash is of the request alone, so it does not matter who counted it: parts merge to the sample of the whole.
+    """
+
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        self._max_points = max_points
+        self._kept: list[tuple[int, Point]] = []  # a heap of minus the hash: the first one leaves first
+
+    def add(self, number: int, point: Point) -> None:
+        """Count one request: its number in the log, and what became of it."""
+        self._keep(-xxhash.xxh3_64_intdigest(struct.pack("<qd", number, point.due_at)), point)
+
+    def merge(self, other: Scatter) -> None:
+        """Count all requests of `other` too."""
+        for rank, point in other._kept:
+            self._keep(rank, point)
+
+    def points(self) -> list[Point]:
+        """List the sample, by due time."""
+        return sorted(point for _, point in self._kept)
+
+    def _keep(self, rank: int, point: Point) -> None:
+        if len(self._kept) < self._max_points:
+            heapq.heappush(self._kept, (rank, point))
+        else:
+            heapq.heappushpop(self._kept, (rank, point))

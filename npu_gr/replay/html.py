@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from npu_gr.core.request import Outcome
-from npu_gr.replay.report import PERCENTILES, Report
+from npu_gr.replay.report import BIN_ANSWERS, PERCENTILES, Report
 from npu_gr.replay.study import Study, name, row
-from npu_gr.replay.svg import areas, axis, lines
+from npu_gr.replay.svg import Band, areas, axis, cloud, lines
 from npu_gr.replay.tally import HITS
 
 STYLE = """
@@ -22,6 +22,8 @@ figure { margin: 0; padding: 12px; border: 1px solid var(--line); border-radius:
 svg { width: 100%; height: auto; display: block; } svg text { font-size: 11px; fill: currentColor; }
 .axis { stroke: currentColor; fill: none; } .grid { stroke: var(--line); stroke-width: .5; }
 path.level { stroke: #dc2626; stroke-dasharray: 5 4; } svg text.level { fill: #dc2626; }
+.band rect { fill: currentColor; fill-opacity: .1; } .band path { stroke: currentColor; stroke-width: 1.2; fill: none; }
+i.band { background: #8885; border: solid currentColor; border-width: 1px 0; }
 .legend { min-height: 20px; } .key { margin-right: 14px; white-space: nowrap; }
 .key i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px; }
 table { border-collapse: collapse; margin: 8px 0 16px; } td, th { padding: 3px 10px; text-align: right; }
@@ -119,13 +121,17 @@ def _slice_s(runs: Sequence[Report]) -> float:
 
 
 def _latency(run: Report) -> str:
-    series = {
-        name: [(part["at_s"], part[key]) for part in run.slices] for name, key in (("P50", "p50_ms"), ("P99", "p99_ms"))
-    }
-    values = [value for points in series.values() for _, value in points]
+    """Every request of the sample as a point; P50 and P99 only of stretches with enough answers."""
+    series = {name: [(at_s, ms) for at_s, ms, outcome in run.points if outcome == name] for name in _outcome_names(run)}
+    bands = [
+        Band(part["from_s"], part["to_s"], part["p50_ms"], part["p99_ms"])
+        for part in run.bins
+        if part["num_answered"] >= BIN_ANSWERS
+    ]
     slo_ms = run.slo_s * 1e3
-    y = axis("ms from the due time", [*values, slo_ms], is_log=True)
-    return lines(series, _time(run), y, level=(f"SLO {slo_ms:g} ms", slo_ms))
+    y = axis("ms from the due time", [*(ms for _, ms, _ in run.points), *(b.high for b in bands), slo_ms], is_log=True)
+    words = f"P50 to P99 of at least {BIN_ANSWERS} answers"
+    return cloud(series, _time(run), y, bands=(words, bands), level=(f"SLO {slo_ms:g} ms", slo_ms))
 
 
 def _cdf(run: Report) -> str:
@@ -134,17 +140,26 @@ def _cdf(run: Report) -> str:
 
 
 def _outcomes(run: Report) -> str:
-    found = {outcome for part in run.slices for outcome in part["outcomes"]}
-    names = [name for name in (*Outcome, "error") if name in found]
-    series = {str(o): [(part["at_s"], float(part["outcomes"].get(o, 0))) for part in run.slices] for o in names}
+    series = {
+        name: [(part["at_s"], float(part["outcomes"].get(name, 0))) for part in run.slices]
+        for name in _outcome_names(run)
+    }
     return areas(series, _time(run), f"ranks in {_slice_s([run]):g} s")
+
+
+def _outcome_names(run: Report) -> list[str]:
+    """The outcomes of a run in a fixed order, so that each has one colour in all plots of it."""
+    found = {outcome for part in run.slices for outcome in part["outcomes"]}
+    known = (*Outcome, "error")
+    return [str(name) for name in (*known, *sorted(found.difference(known))) if name in found]
 
 
 def _hits(run: Report) -> str:
     series = {}
     for hit in HITS:
         series[str(hit)] = [
-            (part["at_s"], part["outcomes"].get(hit, 0) / max(sum(part["outcomes"].values()), 1)) for part in run.slices
+            ((part["from_s"] + part["to_s"]) / 2, part["outcomes"].get(hit, 0) / sum(part["outcomes"].values()))
+            for part in run.bins
         ]
     return lines(series, _time(run), axis("share of the ranks", [1.0]))
 

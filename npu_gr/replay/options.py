@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from npu_gr.core.settings import Count, Positive, Seconds
 
+ProcessCount = Annotated[int, Meta(ge=1, le=64)]  # of the load generator
 _Gap = Annotated[float, Meta(ge=0, le=3600)]
 
 
@@ -48,7 +49,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     warmup_s: Annotated[float, Meta(ge=0, description="s of sending at the start that are not counted")] = 0.0
     timeout_s: Annotated[Seconds, Meta(description="budget in s of a request whose record has no deadline_ms")] = 1.0
     slo_s: Annotated[Seconds, Meta(description="s from due to answered that a good rank takes at most")] = 0.1
-    processes: Annotated[int, Meta(ge=1, le=64, description="clients, each with its share of the users")] = 1
+    processes: Annotated[ProcessCount, Meta(description="clients, each with its share of the users")] = 1
     bad_lines: Annotated[Literal["fail", "skip"], Meta(description="a line of the log that is no record")] = "fail"
     seed: Annotated[int, Meta(ge=0, description="of random arrivals and delays")] = 0
 

@@ -18,7 +18,7 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -53,11 +53,16 @@ class PlayerOptions:
     histories: HistoryMode = "logged"
 
 
+async def soon() -> float:
+    """Begin as soon as the first requests are ready: the instant that is `SETTLE_S` from now."""
+    return time.monotonic() + SETTLE_S
+
+
 async def play(
     actions: Iterable[Action],
     options: PlayerOptions,
     on_sample: Callable[[Sample], None],
-    start_at: float | None = None,
+    begin: Callable[[], Awaitable[float]] = soon,
 ) -> None:
     """Send everything; each request becomes a sample when it is over.
 
@@ -65,7 +70,7 @@ async def play(
         actions: read as they are needed, in a thread.
         options: the service, and how to send.
         on_sample: called on the event loop.
-        start_at: instant of `time.monotonic()` that due times count from; None = now.
+        begin: asked once the first requests are encoded: the instant of `time.monotonic()` that due times count from.
 
     Cancelling it stops sending and waits for nothing more.
     """
@@ -78,7 +83,7 @@ async def play(
         try:
             with _undisturbed():
                 first: list[tuple[Action, bytes]] = await anext(batches, [])
-                player.start_at = time.monotonic() + SETTLE_S if start_at is None else start_at
+                player.start_at = await begin()
                 await timer.until(player.start_at)
                 await player.send_all(first, timer)
                 async for batch in batches:

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.table import Table
 
 from npu_gr import __version__
-from npu_gr.replay.histogram import Latency
+from npu_gr.replay.histogram import Latency, Slice
 from npu_gr.replay.log import RECORDED, SCORED
 from npu_gr.replay.sample import Sample
 from npu_gr.replay.tally import HITS, Tally
@@ -22,6 +22,8 @@ from npu_gr.replay.tally import HITS, Tally
 PERCENTILES = (50, 95, 99, 99.9)
 LATE_S = 0.005  # a p99 send-lag over this says that the load generator, not the service, was slow
 CDF_POINTS = 200
+BIN_ANSWERS = 100  # of a stretch of time that has a P99
+MAX_BINS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ class Report:
     num_bad_lines: int = 0
     cdf: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> (ms, share)
     slices: list[dict[str, Any]] = field(default_factory=list)  # the run by time
+    bins: list[dict[str, Any]] = field(default_factory=list)  # by stretches with enough answers for percentiles
+    points: list[tuple[float, float, str]] = field(default_factory=list)  # of a sample: due at s, ms, outcome
     tiers: list[TierSample] = field(default_factory=list)
 
     @property
@@ -218,6 +222,8 @@ def summarise(
         num_bad_lines=num_bad_lines,
         cdf={name: _cdf(tally.latencies[name]) for name in names},
         slices=_slices(tally),
+        bins=_bins(tally),
+        points=[(round(p.due_at, 3), round(p.latency_s * 1e3, 3), p.outcome) for p in tally.scatter.points()],
         tiers=list(tiers),
     )
 
@@ -249,6 +255,36 @@ def _slices(tally: Tally) -> list[dict[str, Any]]:
         }
         for index, part in enumerate(tally.slices.slices)
         if part.num_due
+    ]
+
+
+def _bins(tally: Tally) -> list[dict[str, Any]]:
+    """Join slices until each stretch has `BIN_ANSWERS` answers; a rest that has fewer belongs to the one before."""
+    width_s = tally.slices.width_s
+    slices = tally.slices.slices
+    least = max(BIN_ANSWERS, -(-sum(len(part.latency) for part in slices) // MAX_BINS))
+    bins: list[tuple[int, int, Slice]] = []  # first slice, the one behind the last, and their sum
+    start, total = 0, Slice()
+    for end, part in enumerate(slices, 1):
+        total.merge(part)
+        if len(total.latency) >= least:
+            bins.append((start, end, total))
+            start, total = end, Slice()
+    if total.num_due and bins:
+        bins[-1][2].merge(total)
+        bins[-1] = (bins[-1][0], len(slices), bins[-1][2])
+    elif total.num_due:
+        bins.append((start, len(slices), total))
+    return [
+        {
+            "from_s": first * width_s,
+            "to_s": end * width_s,
+            "num_answered": len(part.latency),
+            "p50_ms": part.latency.percentile_s(50) * 1e3,
+            "p99_ms": part.latency.percentile_s(99) * 1e3,
+            "outcomes": _sorted(part.outcomes),
+        }
+        for first, end, part in bins
     ]
 
 

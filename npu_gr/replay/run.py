@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +19,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError, Unavailable
-from npu_gr.replay.client import TELL_S, ClientJob, ReplayClient, start_in, work
+from npu_gr.replay.client import TELL_S, ClientJob, ReplayClient, work
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report, TierSample, summarise
 from npu_gr.replay.scrape import watch_tiers
 from npu_gr.replay.tally import Tally
 
-START_S = 1.0  # client processes read and encode their first requests meanwhile
+START_S = 0.2  # from the last client process that is ready to the first due time
 
 
 class Progress(NamedTuple):
@@ -141,7 +143,7 @@ async def _apart(job: ClientJob, stop: asyncio.Event, show: Show) -> RunResult:
                     case "ready":
                         ready.add(pipe)
                         if len(ready) == count:
-                            start_at = start_in(START_S)
+                            start_at = time.monotonic() + START_S  # one clock for all processes of this machine
                             for each in pipes:
                                 each.send(start_at)
                     case "progress":
@@ -196,7 +198,7 @@ async def _processes(job: ClientJob, count: int) -> AsyncIterator[list[Connectio
             process = spawn.Process(
                 target=work, args=(theirs, dataclasses.replace(job, share=share, answers=answers)), daemon=True
             )
-            await asyncio.to_thread(process.start)
+            await asyncio.to_thread(_start, process)
             theirs.close()
             pipes.append(ours)
             processes.append(process)
@@ -206,6 +208,16 @@ async def _processes(job: ClientJob, count: int) -> AsyncIterator[list[Connectio
             pipe.close()  # a client that still plays stops
         for process in processes:
             await asyncio.to_thread(process.join)
+
+
+def _start(process: SpawnProcess) -> None:
+    """Start it deaf to Ctrl-C, which a terminal sends to every process of the group; `work` keeps it so."""
+    resource_tracker.ensure_running()  # by the first start otherwise, which lifts the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _of_client(answers: Path, share: int) -> Path:

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from npu_gr.core.settings import Positive, Seconds
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.options import ProcessCount, ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.tally import HITS
 
@@ -30,6 +30,7 @@ class RateSearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     high_per_s: Positive
     step_s: Seconds = 20.0  # of sending at one rate, after the warm-up
     target_ratio: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.99  # of the ranks that must be within the SLO
+    max_processes: ProcessCount = 1  # of the load generator, which takes more of them where it is late
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +65,13 @@ class Study:
 
 
 def name(run: Report) -> str:
-    """What sets this run apart from the others: its arrivals."""
+    """What sets this run apart from the others: its arrivals, and who made them."""
     settings = run.settings
+    by = f", {settings['processes']} processes" if settings.get("processes", 1) > 1 else ""
+    return _arrivals(settings) + by
+
+
+def _arrivals(settings: dict[str, Any]) -> str:
     if settings["closed"] is not None:
         return f"closed, {settings['closed']} in flight"
     if settings["rate"] is not None:
@@ -105,26 +111,40 @@ async def sweep(play: Play, options: Sequence[ReplayOptions], stop: asyncio.Even
     return Study(runs=runs)
 
 
-async def search(play: Play, options: ReplayOptions, within: RateSearchOptions, stop: asyncio.Event) -> Study:
+async def search(
+    play: Play,
+    options: ReplayOptions,
+    within: RateSearchOptions,
+    stop: asyncio.Event,
+    tell: Callable[[str], None] = lambda _text: None,
+) -> Study:
     """Find the highest rate: double it from the low end until the SLO breaks, then bisect (by the geometric mean).
 
     Every step continues in the log where the one before it stopped, and starts over if too little is left. So no step
-    is answered from prefixes that the step before it left in the service.
+    is answered from prefixes that the step before it left in the service. A step in which the load generator was late
+    says nothing about the service: its rate is run again by twice as many processes, up to `within.max_processes`.
 
     Args:
         play: one run.
-        options: of every run, but for the rate, the length and the part of the log.
+        options: of every run, but for the rate, the length and the part of the log; `processes` is how many begin.
         within: the rates, and the SLO.
         stop: set it to end the search early.
+        tell: called with a sentence when there will be more processes.
     """
     runs: list[Report] = []
     skip = 0
     rate = within.low_per_s
+    processes = options.processes
     best: float | None = None  # the highest rate that kept the SLO
     worst: float | None = None  # the lowest rate that broke it
     for _ in range(MAX_STEPS):
         step = msgspec.structs.replace(
-            options, rate=rate, speed=1.0, skip=skip, duration_s=within.step_s + options.warmup_s
+            options,
+            rate=rate,
+            speed=1.0,
+            skip=skip,
+            duration_s=within.step_s + options.warmup_s,
+            processes=processes,
         )
         report, skip = await play(step)
         if report.settings["skip"] and _ran_dry(report, within) and not stop.is_set():
@@ -132,8 +152,14 @@ async def search(play: Play, options: ReplayOptions, within: RateSearchOptions, 
         runs.append(report)
         if stop.is_set():
             return Study(runs=runs, highest_per_s=best, ended="interrupted")
+        if report.was_late and processes < within.max_processes:
+            late = f"the load generator was late at {rate:.3g}/s (P99 {report.lag_ms['p99']:.1f} ms)"
+            processes = min(2 * processes, within.max_processes)
+            tell(f"{late}: {processes} processes from here on")
+            continue
         if report.was_late:
-            ended = f"the load generator was late at {rate:.3g}/s: give it more --processes"
+            by = "1 process" if processes == 1 else f"{processes} processes"
+            ended = f"the load generator was late at {rate:.3g}/s with {by}: it is the limit here, not the service"
             return Study(runs=runs, highest_per_s=best, ended=ended)
         if report.attainment_ratio >= within.target_ratio:
             best = rate

@@ -12,6 +12,16 @@ from typing import NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
+
+class Band(NamedTuple):
+    """A range of values over a stretch of the x axis."""
+
+    start: float
+    end: float
+    low: float
+    high: float
+
+
 WIDTH = 640
 HEIGHT = 300
 LEFT = 64  # these four: margins around the plot, for ticks and labels
@@ -108,6 +118,38 @@ def lines(
     return _svg(parts, series)
 
 
+def cloud(
+    series: Mapping[str, Points],
+    x: Axis,
+    y: Axis,
+    *,
+    bands: tuple[str, Sequence[Band]],
+    level: tuple[str, float],
+) -> str:
+    """A plot of many points, and above them a range of values for each stretch of the x axis.
+
+    Args:
+        series: name -> points (x, y) in any order.
+        x, y: the axes.
+        bands: what the ranges are, and the ranges.
+        level: text and y of a dashed horizontal line.
+    """
+    parts = [_frame(x, y)]
+    at = _y(y, level[1])
+    parts.append(_dashed(LEFT, at, WIDTH - RIGHT, at, level[0]))
+    for colour, (name, points) in zip(_colours(len(series)), series.items(), strict=True):
+        dots = "".join(f'<circle cx="{_x(x, a):.1f}" cy="{_y(y, b):.1f}" r="1.8"/>' for a, b in points)
+        parts.append(f'<g fill="{colour}" fill-opacity="0.45"><title>{escape(name)}</title>{dots}</g>')
+    for band in bands[1]:
+        left, top, right, bottom = _x(x, band.start), _y(y, band.high), _x(x, band.end), _y(y, band.low)
+        shape = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}"'
+        edges = f"M{left:.1f},{top:.1f} H{right:.1f} M{left:.1f},{bottom:.1f} H{right:.1f}"
+        words = f"<title>{escape(bands[0])}: {number(band.low)} to {number(band.high)}</title>"
+        parts.append(f'<g class="band">{words}<rect {shape}/><path d="{edges}"/></g>')
+    legend = f'<span class="key"><i class="band"></i>{escape(bands[0])}</span>' if bands[1] else ""
+    return _svg(parts, series, legend)
+
+
 def areas(series: Mapping[str, Points], x: Axis, y_label: str) -> str:
     """A plot of areas that are stacked on each other.
 
@@ -142,8 +184,8 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _svg(parts: Iterable[str], series: Mapping[str, Points]) -> str:
-    legend = "".join(
+def _svg(parts: Iterable[str], series: Mapping[str, Points], legend: str = "") -> str:
+    legend += "".join(
         f'<span class="key"><i style="background:{colour}"></i>{escape(name)}</span>'
         for colour, name in zip(_colours(len(series)), series, strict=True)
     )

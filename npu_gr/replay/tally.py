@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from npu_gr.core.request import Outcome
 from npu_gr.replay.digests import digest
-from npu_gr.replay.histogram import Latency, Slices
+from npu_gr.replay.histogram import Latency, Point, Scatter, Slices
 from npu_gr.replay.log import SCORED
 from npu_gr.replay.quality import ndcg_at
 from npu_gr.replay.sample import ReplayedAnswer, Sample
@@ -60,6 +60,7 @@ class Tally:
         self.lag = Latency()
         self.stages: defaultdict[str, Latency] = defaultdict(Latency)
         self.slices = Slices()
+        self.scatter = Scatter()
         self.num_scored = 0  # requests of the kinds that have scores
         self.num_within_slo = 0  # of these
         self.num_resent = 0
@@ -100,14 +101,14 @@ class Tally:
         part = self.slices.at(sample.due_at)
         self.num_scored += 1
         part.num_due += 1
+        outcome = "error" if answer is None else answer["outcome"]
+        self.scatter.add(sample.number, Point(sample.due_at, sample.latency_s, outcome))
+        part.outcomes[outcome] += 1
         if answer is None:
-            part.outcomes["error"] += 1
             return
-        outcome = answer["outcome"]
         is_good = sample.latency_s <= self.slo_s
         self.num_within_slo += is_good
         part.num_good += is_good
-        part.outcomes[outcome] += 1
         part.latency.record(sample.latency_s)
         self.latencies[f"{sample.record.kind} {outcome}"].record(sample.latency_s)
         self.outcomes[outcome] += 1
@@ -149,6 +150,7 @@ class Tally:
                 mine[name].merge(latency)
         self.lag.merge(other.lag)
         self.slices.merge(other.slices)
+        self.scatter.merge(other.scatter)
         for name in ("outcomes", "reasons", "errors", "model_versions", "logged_digests"):
             getattr(self, name).update(getattr(other, name))
         self.first_due_at = min(self.first_due_at, other.first_due_at)

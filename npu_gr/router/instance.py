@@ -171,6 +171,10 @@ class InstanceState:
     def answered(self, took_s: float, is_rank: bool, now_at: float) -> None:
         """Record an answer that the instance gave `took_s` after it was sent the request."""
         self.breaker.succeeded(now_at)
+        self.ended(took_s, is_rank, now_at)
+
+    def ended(self, took_s: float, is_rank: bool, now_at: float) -> None:
+        """Record the end of a request whose answer the router was not shown."""
         self._heard_at = now_at
         if is_rank:
             self.rank_times_s.append(took_s)

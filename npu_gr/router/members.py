@@ -146,6 +146,26 @@ class Members:
                 break  # it is up but full: its overflow goes by load, not all to one successor
         return self.for_any(now_at, tried)
 
+    def second(self, user: bytes, first: InstanceState, now_at: float, tried: Collection[str]) -> InstanceState | None:
+        """Choose whom a gateway asks for a rank if the first one fails; None: there is nobody.
+
+        Args:
+            user: the value of the user header.
+            first: as `for_rank` has chosen.
+            now_at: the instant, of the monotonic clock.
+            tried: names of instances that the gateway cannot ask.
+        """
+        owner, successor = self.ring.first_two(user)
+        name = successor if owner == first.name else owner
+        if name is not None and name not in tried:  # the usual case, without a walk
+            instance = self.instances[name]
+            if instance.has_room and instance.takes_ranks(now_at) and instance.breaker.share(now_at) >= 1.0:
+                return instance
+        try:
+            return self.for_rank(user, None, now_at, [*tried, first.name]).instance
+        except (Unavailable, Overloaded):
+            return None
+
     def for_any(self, now_at: float, tried: Collection[str] = ()) -> Choice:
         """Choose by load: the less loaded of two random instances with `normal`, or of all where none has it.
 

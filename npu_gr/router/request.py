@@ -10,7 +10,7 @@ import os
 from itertools import count
 
 from npu_gr.router.answers import Refused
-from npu_gr.router.config import LimitsConfig
+from npu_gr.router.config import LimitsConfig, RouterConfig
 from npu_gr.router.kept import KeptBytes
 from npu_gr.router.routes import METHODS
 from npu_gr.server.headers import budget_s
@@ -47,6 +47,11 @@ _SMALL_BYTES = 512  # a smaller piece of a body is joined to the one before: eac
 PARTS = 4  # of a header in `RequestHead.lines`
 _ID_PREFIX = os.urandom(10).hex().encode()  # of this process; with the count an ID is as unique as a random one
 _ids = count()
+
+
+def headers_read(config: RouterConfig) -> frozenset[bytes]:
+    """Lower-case names of the headers that decide what becomes of a request; its user may stand in the body instead."""
+    return ONCE | _BUDGET_HEADERS.keys() | {b"content-type", config.user_header.encode(), config.tenant_header.encode()}
 
 
 def too_many_headers(limits: LimitsConfig) -> Refused:

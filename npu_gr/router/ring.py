@@ -44,6 +44,7 @@ class Ring:
         points = sorted((point, name) for name, weight in self.members for point in _points(name, weight))
         self._hashes = [point for point, _ in points]
         self._names = [name for _, name in points]
+        self._successors = _successors(self._names)
 
     def owner(self, user: bytes) -> str:
         """The member that owns the user.
@@ -62,6 +63,13 @@ class Ring:
             return None
         return self._names[bisect_right(self._hashes, xxhash.xxh3_64_intdigest(user)) % len(self._names)]
 
+    def first_two(self, user: bytes) -> tuple[str | None, str | None]:
+        """The first two of `walk`; None: there are not so many."""
+        if not self._hashes:
+            return None, None
+        at = bisect_right(self._hashes, xxhash.xxh3_64_intdigest(user)) % len(self._names)
+        return self._names[at], self._successors[at]
+
     def walk(self, user: bytes) -> Iterator[str]:
         """All members: first the owner, then the one that would take over from it, and so on."""
         start = bisect_right(self._hashes, xxhash.xxh3_64_intdigest(user))
@@ -74,6 +82,16 @@ class Ring:
                 yield name
                 if len(seen) == len(self.members):
                     return
+
+
+def _successors(names: list[str]) -> list[str | None]:
+    """For each point the member of the next one that is another's."""
+    successors: list[str | None] = [None] * len(names)
+    if len(set(names)) > 1:
+        for at in range(2 * len(names) - 2, -1, -1):  # twice around, because the last ones go on at the beginning
+            here, after = at % len(names), (at + 1) % len(names)
+            successors[here] = names[after] if names[after] != names[here] else successors[after]
+    return successors
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -71,7 +71,7 @@ class Router:
         self.in_flight += 1
 
     def place(
-        self, head: RequestHead, handling: Handling, tried: list[str], is_overflow: bool = False
+        self, head: RequestHead, handling: Handling, tried: Collection[str], is_overflow: bool = False
     ) -> tuple[Choice, Placement | None]:
         """Choose the instance for a request.
 

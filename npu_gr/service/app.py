@@ -98,6 +98,7 @@ async def opened(
     async with AsyncExitStack() as stack:
         backend = open_backend(config, metrics)
         scheduler = Scheduler(config.scheduler, backend.stream)
+        scheduler.weigh(config.admission.tenant_weights)
         scheduler.start()
         stack.push_async_callback(scheduler.stop)
         versions = await open_models(config, backend, scheduler, metrics)
@@ -147,6 +148,7 @@ async def opened(
                 settings=settings,
                 versions=versions,
                 door=door,
+                scheduler=scheduler,
                 brownout=brownout,
                 histories=shared.histories,
                 coverage=coverage,

@@ -146,13 +146,13 @@ def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int
     Args:
         vocabulary: of the model.
         shape: its numbers of items and actions.
-        num_tokens: length of the history, with the user's token where the model has one.
+        num_tokens: length of the history, with the user's tokens where the model has any.
         seed: another one makes another history.
     """
     random = np.random.default_rng(seed)
-    features = ModelFeatures(shape.features)
+    features = ModelFeatures(shape.features, shape.num_user_tokens)
     per_event = shape.tokens_per_event
-    num_events = max(-(-(num_tokens - bool(features.user.features)) // per_event), 1)
+    num_events = max(-(-(num_tokens - features.num_user_tokens) // per_event), 1)
     events = Events.make(
         vocabulary.ids[random.integers(0, shape.num_items, num_events)],
         random.integers(0, len(shape.actions), num_events),

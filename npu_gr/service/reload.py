@@ -24,6 +24,7 @@ from npu_gr.admission.door import Door
 from npu_gr.catalogue.popular import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.named_actions import difference
 from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.generation import Generation
@@ -95,6 +96,7 @@ class Reload:
         settings: InForce,
         versions: Versions,
         door: Door,
+        scheduler: Scheduler,
         brownout: BrownoutControl,
         histories: Histories,
         coverage: CoverageRule,
@@ -108,7 +110,7 @@ class Reload:
 
         Args:
             settings: in force; replaced when a reload succeeds.
-            versions, door, brownout, histories: what is reconfigured.
+            versions, door, scheduler, brownout, histories: what is reconfigured.
             coverage: of the cascade's sources.
             cascade: whose list of popular items is read again; None = there is none.
             read: reads the configuration again from where the first one came; called in a thread.
@@ -119,6 +121,7 @@ class Reload:
         self._settings = settings
         self._versions = versions
         self._door = door
+        self._scheduler = scheduler
         self._brownout = brownout
         self._histories = histories
         self._coverage = coverage
@@ -204,6 +207,7 @@ class Reload:
         if self._versions.rankers is not None:
             self._versions.rankers.current.reconfigure(new.service)
         self._door.reconfigure(new.admission, new.slo.objective_s)
+        self._scheduler.weigh(new.admission.tenant_weights)
         self._brownout.reconfigure(new.brownout)
         self._histories.reconfigure(
             new.service.known_prefix_bytes, new.service.cut_step_tokens, new.admission.tenant_weights

@@ -101,15 +101,16 @@ class Service:
         """
         arrived_at = time.monotonic() if slot is None else slot.arrived_at
         job: KindJob[Q, A] = self._job(kind)
+        tenant = request.user.tenant
         if kind.must_finish:
-            answer = await job.run(request, Call(arrived_at, deadline_at=float("inf")))
+            answer = await job.run(request, Call(arrived_at, float("inf"), tenant=tenant))
         else:
             async with Deadline(budget_s) as deadline_at:
                 if slot is not None:
-                    answer = await job.run(request, Call(arrived_at, deadline_at, slot))
+                    answer = await job.run(request, Call(arrived_at, deadline_at, slot, tenant))
                 else:
                     with await self._entered(kind, request, budget_s) as own:
-                        answer = await job.run(request, Call(arrived_at, deadline_at, own))
+                        answer = await job.run(request, Call(arrived_at, deadline_at, own, tenant))
         self.parts.metrics.requests.answered(kind, answer, time.monotonic() - arrived_at)
         return answer
 

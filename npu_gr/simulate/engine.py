@@ -144,13 +144,14 @@ class SimulatedEngine:
         future.set_result(JobResult(None, 0.0, 0.0, 1))
         return future
 
-    async def rank(self, work: RankWork, deadline_at: float, arrived_at: float) -> float:
+    async def rank(self, work: RankWork, deadline_at: float, arrived_at: float, tenant: str) -> float:
         """Score candidates; returns the seconds of the pass.
 
         Args:
             work: what the pass computes for this rank.
             deadline_at: instant at which the rank is dropped if it has not begun.
             arrived_at: instant at which its request came.
+            tenant: of the request.
         """
         expected_s = self.cost.pass_s(*work)
         job = Job(
@@ -163,6 +164,7 @@ class SimulatedEngine:
             order_at=arrived_at + self.objective_s,
             arrived_at=arrived_at,
             objective_s=self.objective_s,
+            tenant=tenant,
             estimate_s=expected_s,
         )
         took_s, batch_size = await self._scheduler.submit(job)

@@ -51,6 +51,7 @@ class SimulatedInstance:
         clock = self._loop.time
         times = PassTimes(profile, self._source)
         self.scheduler = VirtualScheduler(config.scheduler, times)
+        self.scheduler.weigh(config.admission.tenant_weights)
         self.engine = SimulatedEngine(profile, self.scheduler, times, config.slo_s)
         self.tiers = open_tiers(
             config.kv,
@@ -157,7 +158,7 @@ class SimulatedInstance:
         ) as lease:
             cached = lease.cached.num_tokens if lease.cached else 0
             work = RankWork(len(tokens) - max(cached, lease.first_token), cached, request.num_candidates)
-            await self.engine.rank(work, deadline_at, arrived_at)
+            await self.engine.rank(work, deadline_at, arrived_at, request.tenant)
         return lease.outcome, cached
 
     def _prefix(self, request: TrafficRequest) -> SimulatedPrefix:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
@@ -81,6 +81,10 @@ class VirtualScheduler:
     def pressure(self) -> float:
         """Waiting work in objectives of its requests, a stream; as `Scheduler.pressure`."""
         return self._queue.pressure / self.config.streams
+
+    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
+        """Set the weights of tenants, as `Scheduler.weigh` does."""
+        self._queue.weights = tenant_weights
 
     async def submit(self, job: Job) -> PassResult:
         """Put a job into the queue and wait until its last step has run.

@@ -139,6 +139,8 @@ def _of_instance(config: Config) -> Iterator[Opened]:
         yield _tried("server.log_user_key_file", lambda: read_key_file(user_key), user_key)
     if server.otlp_endpoint is not None:
         yield from _extra("server.otlp_endpoint", "opentelemetry.sdk", "otel")
+    if server.grpc_port is not None:
+        yield from _extra("server.grpc_port", "grpc", "grpc")
     yield from _server_tls("server.tls", server.tls)
     yield from _port("server.port", server.host, server.port)
     if not server.has_one_address:
@@ -153,6 +155,8 @@ def _of_router(config: RouterConfig) -> Iterator[Opened]:
     yield from _server_tls("tls", config.tls)
     if config.instances_tls is not None:
         yield _client_tls("instances_tls", config.instances_tls)
+    if config.picker is not None:
+        yield from _extra("picker", "hpack", "picker")
     yield from _port("port", config.host, config.port)
     yield from _port("admin_port", config.admin_host, config.admin_port)
 

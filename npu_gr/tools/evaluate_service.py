@@ -31,7 +31,7 @@ from npu_gr.core.kinds import GENERATE, KINDS, MATCH, RECOMMEND
 from npu_gr.core.names import answered_ids
 from npu_gr.train.cascade import why
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
-from npu_gr.train.next_event import MISSED, NextEventCase, hides_seen, raw_column
+from npu_gr.train.next_event import MISSED, NextEventCase, hides_seen, raw_column, repeat_ratio
 
 TOP = 10  # items that count as recommended
 BESIDE = 100  # items asked of what the service finds beside the cascade's sources
@@ -51,6 +51,7 @@ class ServiceEvaluation:
     retrieved: float  # share of the cases whose item was among the retrieved items
     outcomes: dict[str, int]  # how the cascade's ranks got their prefix
     hides_seen: bool  # items of the history were left out
+    repeat_ratio: float = 0.0  # share of the right items that their users had before
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that JSON has."""
@@ -67,6 +68,7 @@ class ServiceEvaluation:
             "order": self.order,
             "outcomes": self.outcomes,
             "hides_seen": self.hides_seen,
+            "repeat_ratio": self.repeat_ratio,
             "why": self.why,
         }
 
@@ -90,8 +92,7 @@ class ServiceEvaluation:
         num = found["num_users"]
         table = Table(
             *("way", f"HR@{TOP}", f"NDCG@{TOP}", "P50 ms"),
-            title=f"next item of {num} users, whole catalogue, "
-            + ("seen items left out" if self.hides_seen else "seen items too: most next items are repeats"),
+            title=f"next item of {num} users, whole catalogue, " + self._of_seen,
             caption=f"95 % interval of an HR@{TOP} of .2: +-{1.96 * (0.16 / num) ** 0.5:.3f}; "
             f"the item was among the {self._asked} retrieved for {self.retrieved:.3f} of the users; "
             f"the cascade's ranks: {', '.join(f'{count} {name}' for name, count in self.outcomes.items())}\n{self.why}",
@@ -101,6 +102,14 @@ class ServiceEvaluation:
             numbers = f"{figures['hr_at_10']:.4f}", f"{figures['ndcg_at_10']:.4f}", f"{figures['p50_s'] * 1e3:.1f}"
             table.add_row(names.get(way, f"{way} alone"), *numbers)
         return table
+
+    @property
+    def _of_seen(self) -> str:
+        """What became of items that users had before. One that is asked for again is missed where they are left out."""
+        repeats = f"{self.repeat_ratio:.1%} of the next items are repeats"
+        if not self.hides_seen:
+            return f"seen items too: {repeats}"
+        return f"seen items left out: {repeats}, which no way can find" if self.repeat_ratio else "seen items left out"
 
     @property
     def _asked(self) -> str:
@@ -178,6 +187,7 @@ async def evaluate(
         retrieved=float(np.mean(retrieved)),
         outcomes=dict(sorted(outcomes.items())),
         hides_seen=exclude_seen,
+        repeat_ratio=repeat_ratio(cases),
     )
 
 

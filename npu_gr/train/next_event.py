@@ -79,7 +79,12 @@ def next_events(log: Interactions, known: npt.NDArray[np.bool_], num_users: int 
 
 def hides_seen(cases: Sequence[NextEventCase]) -> bool:
     """Whether to leave out what each user had before: not where most of the next items are repeats."""
-    return sum(case.target in case.items for case in cases) <= MANY_REPEATS * len(cases)
+    return repeat_ratio(cases) <= MANY_REPEATS
+
+
+def repeat_ratio(cases: Sequence[NextEventCase]) -> float:
+    """Return the share of the next items that their users had before; 0 of none."""
+    return sum(case.target in case.items for case in cases) / max(1, len(cases))
 
 
 def _names(values: npt.NDArray[np.float64], names: Sequence[str]) -> list[str | float]:

@@ -162,8 +162,17 @@ def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRa
         baseline=best,
         differences=differences,
         is_better=_is_better({name: found for name, found in differences.items() if name.endswith(f"@{K}{judged}")}),
-        grounds=f"judged by {of_what}: {ranks.repeat_ratio:.0%} of the next items are repeats, which their users had "
-        "before",
+        grounds=f"judged by {of_what}: {_of_repeats(ranks.repeat_ratio)}",
+    )
+
+
+def _of_repeats(ratio: float) -> str:
+    """Say what figures of unseen items are worth: a next item that its user had is then the only one of its kind."""
+    words = f"{ratio:.0%} of the next items are repeats, which their users had before"
+    return (
+        f"{words}; figures of unseen items are too good by these, which compete with no other seen item"
+        if ratio
+        else words
     )
 
 

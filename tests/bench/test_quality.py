@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -13,12 +14,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from npu_gr.bench import quality
+from npu_gr.bench import quality, quality_cold
 from npu_gr.bench.quality import QUICK, codes_lines, match_lines, next_lines
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.train.baselines.sasrec import SASRecOptions
 from npu_gr.train.generate.train import GenerateOptions
+from npu_gr.train.next_item import NextItemRanks
+from npu_gr.train.rank.options import TrainOptions
 from tests.train.match.synthetic import quick, write
 from tests.train.synthetic import planted
 
@@ -118,3 +121,20 @@ def test_a_part_without_its_data_is_refused() -> None:
     out = CliRunner().invoke(main, ["bench", "quality", "--only", "match"])
     assert out.exit_code == 2
     assert "--only match needs --pairs" in out.output
+
+
+def test_row_dropout_stands_beside_none_on_the_next_items_of_all_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, int]] = []
+
+    def trained(events: object, features: object, options: TrainOptions) -> tuple[None, SimpleNamespace]:
+        asked.append((options.row_dropout, options.seed))
+        ranks = np.where(np.arange(40) < (30 if options.row_dropout else 10), 0.0, 99.0)
+        return None, SimpleNamespace(ranker=SimpleNamespace(ranks=NextItemRanks(ranks + 99, ranks, ranks > 0)))
+
+    monkeypatch.setattr(quality_cold, "train_rank", trained)
+    options = msgspec.structs.replace(TINY.rank, row_dropout=0.5)
+    lines = list(quality_cold.warm_lines(planted(), [], "x", options, (3, 4)))
+    assert asked == [(0.5, 3), (0.5, 4), (0.0, 3), (0.0, 4)]
+    assert [line.case for line in lines] == [f"cold x: {of} warm, without row dropout" for of in ("HR@10", "NDCG@10")]
+    assert [(line.ours, line.baseline_value, line.ok) for line in lines] == [(0.75, 0.25, True)] * 2
+    assert all(line.low is not None and line.low > 0.2 for line in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from npu_gr.bench import quality_features, quality_zozotown
-from npu_gr.bench.quality_features import Compared, Group, auc_difference, compared, lines_of
+from npu_gr.bench.quality_features import NONE, Compared, Group, auc_difference, compared, lines_of, movielens_lines
 from npu_gr.bench.quality_zozotown import CAMPAIGNS, ITEM, POLICIES, USER, read_impressions, zozotown_lines
 from npu_gr.core.errors import DataError
 from npu_gr.train.metrics import auc
@@ -82,9 +83,54 @@ def test_a_group_is_trained_on_what_it_names_alone() -> None:
     assert len(found.likes) == 8 * 3
 
 
-def test_every_group_but_the_first_is_less_one_before_it() -> None:
-    names = [group.name for group in quality_features.GROUPS]
-    assert [group.less in names[:place] for place, group in enumerate(quality_features.GROUPS)] == [False] + [True] * 5
+def test_every_group_is_less_one_before_it() -> None:
+    groups = (NONE, *quality_features.GROUPS)
+    names = [group.name for group in groups]
+    assert [group.less in names[:place] for place, group in enumerate(groups)] == [False] + [True] * (len(groups) - 1)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "chosen"), [((0.0, 0.9, 0.3), "b + c"), ((0.9, 0.0, 0.0), "a"), ((0.0, 0.0, 0.0), "")]
+)
+def test_groups_are_chosen_on_the_validation_and_judged_once_on_the_test(
+    monkeypatch: pytest.MonkeyPatch, gaps: tuple[float, ...], chosen: str
+) -> None:
+    groups = [Group(name=name, computed=(name,)) for name in "abc"]
+    asked: list[tuple[str, bool, tuple[int, ...]]] = []
+
+    def trained(
+        events: object,
+        items: object,
+        group: Group,
+        rank: TrainOptions,
+        seeds: tuple[int, ...],
+        on_validation: bool = False,
+    ) -> Compared:
+        asked.append((group.name, on_validation, seeds))
+        gap = sum(gap for one, gap in zip(groups, gaps, strict=True) if one.name in group.computed)
+        return group_of(gap, seeds)
+
+    monkeypatch.setattr(quality_features, "GROUPS", groups)
+    monkeypatch.setattr(quality_features, "movielens", lambda: (None, None))
+    monkeypatch.setattr(quality_features, "compared", trained)
+    monkeypatch.setattr(quality_features, "factorised", lambda events, seeds: group_of(0.0, seeds))
+    lines = list(movielens_lines(TINY, (5, 6)))
+    validated = [(name, True, (5,)) for name in (NONE.name, "a", "b", "c")]
+    assert asked == validated + ([(NONE.name, False, (5, 6)), (chosen, False, (5, 6))] if chosen else [])
+    assert [line.baseline for line in lines if "validation" not in line.case] == (
+        [NONE.name] * 5 + ["matrix factorisation"] * 2 if chosen else []
+    )
+
+
+def test_the_validation_is_of_the_trained_part_alone() -> None:
+    log = planted(8, 15)
+    found = compared(log, GENRES, NONE, TINY, (0,), on_validation=True)
+    last = np.concatenate([np.flatnonzero(log.users == user)[-3:] for user in range(8)])  # the test's
+    values = log.values.copy()
+    values[last] = 6 - values[last]
+    other = compared(dataclasses.replace(log, values=values), GENRES, NONE, TINY, (0,), on_validation=True)
+    assert np.array_equal(found.figures[0].liking, other.figures[0].liking)  # type: ignore[arg-type]
+    assert len(found.likes) < 8 * 3 + 8
 
 
 def write_log(root: Path) -> None:

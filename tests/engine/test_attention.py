@@ -115,7 +115,7 @@ async def test_a_single_way_is_refused_where_it_computes_something_else(engine: 
 
 
 async def test_scores_that_are_no_numbers_are_refused_also_behind_right_ones(engine: RankEngine) -> None:
-    with pytest.raises(ConfigError, match="attention: nan of pages is of no use here: scores differ .* by nan of"):
+    with pytest.raises(ConfigError, match=r"attention: nan of pages is of no use here: scores differ .* by nan of"):
         await choose_way(engine, engine.backend, ["nan of pages"], trial())
 
 

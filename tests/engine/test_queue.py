@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -251,6 +252,51 @@ def test_nothing_starves() -> None:
     assert 0.9 <= now_at <= 1.01
 
 
+def test_who_has_less_than_its_share_goes_before_another_tenants_queue() -> None:
+    q = queue(max_batch_requests=1)
+    hot = [job(1.0 + n / 10, tenant="hot") for n in range(4)]
+    for each in hot:
+        q.put(each, 0.0)
+    small = job(2.0, tenant="small")
+    q.put(small, 0.5)
+    later = job(0.9, tenant="hot")
+    q.put(later, 0.6)
+    assert [q.take(0.6).jobs[0] for _ in range(6)] == [small, later, *hot]
+
+
+def test_tenants_with_as_much_each_go_by_when_they_are_due() -> None:
+    q = queue(max_batch_requests=1)
+    jobs = [job(2.0 - n / 10, tenant=name) for n, name in enumerate("abab")]
+    for each in jobs:
+        q.put(each, 0.0)
+    assert [q.take(0.0).jobs[0] for _ in range(4)] == jobs[::-1]
+
+
+def test_a_share_of_the_queue_is_by_weight() -> None:
+    def first(weights: dict[str, float]) -> str:
+        q = queue(max_batch_requests=1)
+        q.weights = weights
+        for at, name in ((1.0, "a"), (1.1, "a"), (2.0, "b"), (2.1, "b")):
+            q.put(job(at, tenant=name), 0.0)
+        return q.take(0.0).jobs[0].tenant
+
+    assert first({}) == "b"  # its first one came when it had less
+    assert first({"b": 0.1}) == "a"
+    assert first({"a": 9.0, "b": 9.0}) == "b"
+
+
+def test_what_left_the_queue_is_in_no_share() -> None:
+    q = queue(max_batch_requests=1)
+    gone = [job(1.0, tenant="hot") for _ in range(9)]
+    for each in gone:
+        q.put(each, 0.0)
+    for each in gone:
+        q.withdraw(each)
+    q.put(one := job(1.0, tenant="hot"), 0.0)
+    q.put(other := job(1.5, tenant="small"), 0.0)
+    assert [q.take(0.0).jobs[0] for _ in range(2)] == [one, other]
+
+
 class Steps(RuleBasedStateMachine):
     """Random steps against a plain list."""
 
@@ -271,15 +317,28 @@ class Steps(RuleBasedStateMachine):
         tokens=st.integers(1, 12),
         shares=st.booleans(),
         shed=st.booleans(),
+        tenant=st.sampled_from("abc"),
     )
-    def put(self, wait_s: float, deadline_at: float, tokens: int, shares: bool, shed: bool) -> None:
-        new = job(self.now_at + wait_s, tokens, shares=shares, preemptible=shed, deadline_at=self.now_at + deadline_at)
+    def put(self, wait_s: float, deadline_at: float, tokens: int, shares: bool, shed: bool, tenant: str) -> None:
+        new = job(
+            self.now_at + wait_s,
+            tokens,
+            shares=shares,
+            preemptible=shed,
+            deadline_at=self.now_at + deadline_at,
+            tenant=tenant,
+        )
+        held = Counter(each.tenant for each in self.waiting if not each.preemptible) + Counter([tenant])
         try:
             victim = self.q.put(new, self.now_at)
         except Overloaded:
             assert len(self.waiting) == 6
             assert shed or not any(each.preemptible for each in self.waiting)
             return
+        if not shed:  # the share of a tenant, counted the slow way
+            is_under = held[tenant] * len(held) < held.total()
+            due_at = min(self.now_at + wait_s, new.deadline_at, self.now_at + 5.0)
+            assert new.order_at == (self.now_at if is_under else due_at)
         self.waiting.append(new)
         if victim:
             assert victim.preemptible

@@ -105,7 +105,9 @@ def test_only_computed_features_have_columns_and_a_table_may_grow() -> None:
     [
         (Named("near", "events_by:maker"), r"features.near: no item feature 'maker'; there are genre"),
         (Named("near", "events", ("sell",)), r"features.near: no action 'sell'; there are view, cart, buy"),
-        (Named("near", "visits"), r"computed: 'visits' is none of events, share, rate, recency, alone or with _by:"),
+        (Named("near", "visits"), r"computed: 'visits' is none of .* recency, alone or with _by:FEATURE, or mf_score"),
+        (Named("near", "mf_score_by:genre"), "'mf_score_by:genre' is none of"),
+        (Named("near", "mf_score"), "features.near: mf_score: the model has no factors"),
         (Named("near", "events_by:"), "'events_by:' is none of"),
     ],
 )
@@ -123,6 +125,7 @@ def test_what_the_model_lacks_is_named(feature: Named, message: str) -> None:
         ({"of": "request", "kind": "number", "computed": "hour"}, "hour is a category"),
         ({"of": "request", "kind": "number", "computed": "events"}, "'events' is nothing that a request has"),
         ({"of": "cross", "kind": "number", "actions": ("buy",)}, "actions belong to a computed cross feature"),
+        ({"of": "cross", "kind": "number", "computed": "mf_score", "actions": ("buy",)}, "mf_score reads what every"),
     ],
 )
 def test_a_schema_with_what_cannot_be_computed_is_refused(fields: dict[str, Any], message: str) -> None:

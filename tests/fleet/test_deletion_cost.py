@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import shutil
 import ssl
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from prometheus_client import CollectorRegistry, generate_latest
 
 from npu_gr.cli.main import main
@@ -17,6 +21,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.fleet.deletion_cost import ANNOTATION, ApiFailed, Costs, Watched, api_address, cost_of, is_news, watching
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import SLOConfig
+from tests.certificates import Authority, Pair
 
 MIB = 1 << 20
 
@@ -57,6 +62,7 @@ class Cluster:
         self.text: dict[str, str] = {}  # address -> metrics
         self.patches: list[tuple[str, dict[str, Any]]] = []
         self.refuses = False
+        self.token = "secret"
         self.port = 0
 
     def add(self, name: str, address: str, text: str, phase: str = "Running", **metadata: Any) -> None:
@@ -75,14 +81,15 @@ class Cluster:
         return app
 
     async def _list(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer secret"
+        if request.headers["Authorization"] != f"Bearer {self.token}":
+            return web.json_response({"kind": "Status", "message": "Unauthorized"}, status=401)
         assert request.query["labelSelector"] == "app=npu-gr"
         if self.refuses:
             return web.json_response({"kind": "Status", "message": "pods is forbidden"}, status=403)
         return web.json_response({"kind": "PodList", "items": list(self.pods.values())})
 
     async def _patch(self, request: web.Request) -> web.Response:
-        assert request.headers["Authorization"] == "Bearer secret"
+        assert request.headers["Authorization"] == f"Bearer {self.token}"
         assert request.content_type == "application/merge-patch+json"
         name, patch = request.match_info["name"], await request.json()
         self.patches.append((name, patch))
@@ -153,6 +160,74 @@ async def test_an_api_server_that_refuses_is_said_in_words(cluster: Cluster, cos
     (tmp_path / "token").unlink()
     with pytest.raises(ConfigError, match="token: No such file"):
         await costs.write_once()
+
+
+@contextlib.contextmanager
+def over_tls(cluster: Cluster, api: Pair, pods: Pair) -> Iterator[tuple[str, int]]:
+    """Serve in a thread, for commands, each side with its certificate; yields the API's URL and the pods' port."""
+    loop = asyncio.new_event_loop()
+    runner = web.AppRunner(cluster.app(), access_log=None)
+
+    async def listen() -> None:
+        await runner.setup()
+        for host, pair in (("127.0.0.1", api), ("127.0.0.2", pods), ("127.0.0.3", pods), ("127.0.0.4", api)):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(pair.certificate, pair.key)
+            port = 0 if host < "127.0.0.3" else runner.addresses[1][1]  # all pods have one
+            await web.TCPSite(runner, host, port, ssl_context=context).start()
+
+    loop.run_until_complete(listen())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"https://127.0.0.1:{runner.addresses[0][1]}", runner.addresses[1][1]
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+
+def test_over_https_each_side_is_believed_by_its_own_authority(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster()
+    kubernetes = Authority(tmp_path, "kubernetes")
+    account = tmp_path / "account"
+    account.mkdir()
+    (account / "namespace").write_text("shop\n")
+    (account / "token").write_text("secret\n")
+    shutil.copyfile(kubernetes.ca, account / "ca.crt")
+    cluster.add("full", "127.0.0.2", metrics(hbm=300.0))
+    cluster.add("empty", "127.0.0.3", metrics(hbm=0.0))
+    cluster.add("stranger", "127.0.0.4", metrics(hbm=9.0), annotations={ANNOTATION: "7"})  # shows another's certificate
+    monkeypatch.setenv("NPU_GR_CA", str(authority.ca))  # as npu-gr --ca
+    monkeypatch.setenv("NPU_GR_API_KEY", "observer")
+    pairs = kubernetes.issue("127.0.0.1"), authority.issue("npu-gr.shop.svc")
+    with over_tls(cluster, *pairs) as (url, port):
+        words = ("--selector", "app=npu-gr", "--api", url, "--account", account, "--port", port, "--once")
+
+        def asked(*more: str) -> Result:
+            return CliRunner().invoke(main, ["fleet", "deletion-cost", *map(str, words), *more])
+
+        told = asked("--server-name", "npu-gr.shop.svc")
+        assert (told.exit_code, told.stdout) == (0, "empty  0\nfull  300\n")
+        assert cluster.pods["stranger"]["metadata"]["annotations"] == {ANNOTATION: "7"}, "it is not believed"
+        cluster.text["127.0.0.2"] = metrics(hbm=100.0)
+        assert asked().stdout == "", "no certificate has the address of a pod"
+        cluster.token = "renewed"
+        refused = asked("--server-name", "npu-gr.shop.svc")
+        assert (refused.exit_code, ": 401: " in refused.output) == (1, True)
+        (account / "token").write_text("renewed\n")
+        assert asked("--server-name", "npu-gr.shop.svc").stdout == "full  100\n"
+        shutil.copyfile(authority.ca, account / "ca.crt")
+        distrusted = asked("--server-name", "npu-gr.shop.svc")
+        assert (distrusted.exit_code, "certificate verify failed" in distrusted.output) == (1, True)
+        (account / "ca.crt").write_text("no certificate")
+        broken = asked()
+        assert broken.exit_code == 2
+        assert f"{account / 'ca.crt'}: " in broken.output
+    assert [name for name, _ in cluster.patches] == ["full", "empty", "full"]
 
 
 def test_outside_of_a_pod_the_command_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

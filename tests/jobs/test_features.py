@@ -91,10 +91,11 @@ class Asked:
 
         user = encoded("user", one_row(self.user), 1)
         times = torch.from_numpy(self.events.timestamps)
+        times = torch.cat([times[:1].expand(model.config.num_user_tokens), times])
         segment = Segment(
             items=torch.from_numpy(self.events.items - FIRST_ID),
             actions=torch.from_numpy(self.events.actions.astype(np.int64)),
-            times=times if user is None else torch.cat([times[:1], times]),
+            times=times,
             candidates=torch.from_numpy(self.candidates - FIRST_ID),
             candidate_time=NOW,
             user=user,
@@ -114,21 +115,22 @@ def logits(answer: RankAnswer) -> np.ndarray[Any, Any]:
     return np.stack(list(answer.scores.values()), 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "user_tokens"), [(0, "sum"), (1, "sum"), (2, "sum"), (0, "each")])
 async def test_every_way_to_a_prefix_gives_the_bits_of_a_full_inference(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, user_tokens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the trainer's numbers: one code reads the values, so rows that were trained on are served as they were."""
     monkeypatch.setattr(Inventory, "reload_pays", lambda *_: True)
     features = random_features(np.random.default_rng(seed)) if seed else every_feature()
-    version = write_checkpoint(tmp_path / "checkpoint", features=features)
+    version = write_checkpoint(tmp_path / "checkpoint", features=features, user_tokens=user_tokens)
+    num_user = sum(one.of == "user" for one in features) if user_tokens == "each" else 1
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         relay = service.versions.ranker().relay
         layout = relay.tiers.pool.arena.layout.layout_id
         batch: list[tuple[RankRequest, Any]] = []
         for turn in range(4):
             random = np.random.default_rng(turn)
-            one = Asked(features, int(random.integers(6, WINDOW)), 10 * seed + turn)
+            one = Asked(features, int(random.integers(6, WINDOW + 1 - num_user)), 10 * seed + turn)
             cut = int(random.integers(4, len(one.events)))
             cold = await ranked(service, one.request(f"{turn} cold", one.history()))
             assert cold.outcome is Outcome.MISS_FULL
@@ -164,8 +166,9 @@ async def test_every_way_to_a_prefix_gives_the_bits_of_a_full_inference(
         assert set(answers[-1].missing_features) == lacking
 
 
-async def test_the_users_features_are_a_part_of_the_prefix(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "checkpoint", features=every_feature())
+@pytest.mark.parametrize("user_tokens", ["sum", "each"])
+async def test_the_users_features_are_a_part_of_the_prefix(tmp_path: Path, user_tokens: str) -> None:
+    write_checkpoint(tmp_path / "checkpoint", features=every_feature(), user_tokens=user_tokens)
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         relay = service.versions.ranker().relay
         one = Asked(every_feature(), 20, 0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.feature_schema.schema import Feature
 from npu_gr.model.config import PINNED, inexact_fields, take_pinned, write_keys
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import tiny_config, tiny_model
@@ -18,7 +19,6 @@ from tests.models import tiny_config, tiny_model
     ("field", "value"),
     [
         ("candidate_position", "list"),
-        ("context", "bidirectional"),
         ("query_time_embedding", "token"),
         ("min_full_attention_tokens", 8),
         ("sequence_pooling", "mean"),
@@ -49,10 +49,27 @@ def test_pinned_keys_are_written_and_taken() -> None:
     assert take_pinned(keys) == {key: value for key, value in keys.items() if key not in PINNED}
 
 
-@pytest.mark.parametrize(("field", "value"), [("scaling", "runtime"), ("positions", "reverse")])
+@pytest.mark.parametrize(("field", "value"), [("scaling", "runtime"), ("positions", "reverse"), ("context", "full")])
 def test_what_is_exact_without_a_cache_is_named(field: str, value: str) -> None:
-    (line,) = inexact_fields(tiny_config(**{field: value}))
+    (line,) = inexact_fields(tiny_config(**{field: value, "relative_bias": "none"}))
     assert f"model.{field}" in line
+
+
+def test_tokens_of_the_user_are_checked() -> None:
+    features = (
+        Feature(name="a", of="user", kind="hashed", num_buckets=3),
+        Feature(name="b", of="user", kind="number"),
+    )
+    assert tiny_config(features=features).num_user_tokens == 1
+    assert tiny_config(features=features, user_tokens="each").num_user_tokens == 2
+    assert tiny_config(user_tokens="each").num_user_tokens == 0
+    assert "user_tokens" not in write_keys(tiny_config(features=features)), "older versions know no such key"
+    with pytest.raises(ValueError, match="max_history_tokens"):
+        tiny_config(features=features, user_tokens="each", max_history_tokens=2)
+    with pytest.raises(ValueError, match="context"):
+        tiny_config(features=features, context="full")
+    with pytest.raises(ValueError, match="none of events"):
+        tiny_config(features=(Feature(name="a", of="event", kind="number"),), token="interleaved")  # noqa: S106
 
 
 def test_the_default_is_exact() -> None:

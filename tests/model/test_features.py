@@ -56,17 +56,16 @@ class WithFeatures(Request):
     def tokens(self, start: int, stop: int | None = None, candidates: Any = None, **more: Any) -> Segment:
         rows = slice(max(start - 1, 0), None if stop is None else stop - 1)
         scored: dict[str, Any] = {} if candidates is NONE else {"request": self.request, "cross": self.cross}
-        return Segment(
-            items=self.items[rows],
-            actions=self.actions[rows],
-            times=self.token_times[start:stop],
-            candidates=self.candidates if candidates is None else candidates,
-            candidate_time=self.shown_at,
-            user=None if start else self.user,
-            events=part(self.events, rows),
-            **scored,
-            **more,
-        )
+        made: dict[str, Any] = {
+            "items": self.items[rows],
+            "actions": self.actions[rows],
+            "times": self.token_times[start:stop],
+            "candidates": self.candidates if candidates is None else candidates,
+            "candidate_time": self.shown_at,
+            "user": None if start else self.user,
+            "events": part(self.events, rows),
+        }
+        return Segment(**made | scored | more)
 
     def cached(self, model: HSTU, cut: int) -> torch.Tensor:
         store = Store()
@@ -138,6 +137,50 @@ def test_a_row_is_the_mean_of_several_values_plus_the_numbers() -> None:
     first, second = codes[1:3]
     want = weight[1] + (weight[first] + weight[second]) / 2 + weight[codes[3]] + table.numbers.weight[:, 0]
     assert torch.allclose(row, want, atol=1e-6)
+
+
+def test_features_apart_are_the_parts_of_their_sum() -> None:
+    """And a number of a row, as a contextual feature of other projects has it, reads that row."""
+    own = [*(feature for feature in FEATURES if feature.of == "user")]
+    own.insert(1, Feature(name="id", of="user", kind="number", num_buckets=5))
+    table = FeatureTable(own, 8)
+    for number, row in ((3.0, 3), (0.0, 0), (5.0, 5), (-1.0, 5), (1.5, 5), (None, 5)):
+        columns: dict[str, Any] = {"country": ["de"], "id": [number], "tags": [["x", "y"]], "spent": [3.0]}
+        encoded = encode(own, columns, 1)
+        given = FeatureValues.of(encoded)
+        apart = table.each(given)
+        assert apart.shape == (1, len(own), 8)
+        assert torch.allclose(apart.sum(1), table(given), atol=1e-6)
+        assert torch.equal(apart[0, 1], table.codes.weight[4 + row]), (
+            number
+        )  # "de", "fr", unknown, missing, then its own
+        assert torch.allclose(apart[0, 4], table.numbers.weight[:, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tokens_of_the_user_give_the_same_bits_from_pages(dtype: torch.dtype) -> None:
+    model = tiny_model(dtype, features=FEATURES, user_tokens="each", positions="start")
+    assert model.config.num_user_tokens == 4
+    request = WithFeatures(60, 5)
+    request.token_times = torch.cat([request.times[:1].expand(4), request.times])
+    whole = request.tokens(0)
+    want = model(CPU, [whole])[0]
+    store = Store()
+    head = Segment(
+        items=request.items[:30],
+        actions=request.actions[:30],
+        times=request.token_times[:34],
+        candidates=NONE,
+        user=request.user,
+        events=part(request.events, slice(30)),
+        sink=store.write,
+    )
+    model(CPU, [head])
+    rest = request.tokens(31, past=store.past(request.token_times[:34], 16), times=request.token_times[34:])
+    assert torch.equal(model(CPU, [rest])[0], want)
+    swapped = values("user", 1, seed=5)
+    request.user = swapped
+    assert not torch.equal(model(CPU, [request.tokens(0)])[0], want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

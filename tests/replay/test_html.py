@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from npu_gr.replay.histogram import MAX_POINTS
 from npu_gr.replay.html import page
-from npu_gr.replay.report import Report, TierSample, summarise
+from npu_gr.replay.report import BIN_ANSWERS, Report, TierSample, summarise
 from npu_gr.replay.study import Study
 from npu_gr.replay.svg import Axis, axis, number
 from npu_gr.replay.tally import Tally
@@ -95,6 +96,33 @@ def test_one_run_is_a_point_in_the_cloud_of_its_slices_and_runs_are_a_line(text:
     assert (several.count("<polyline"), several.count("<circle")) == (1, 2)
 
 
+def latency(run: Report) -> str:
+    return page(Study(runs=[run]), "x").split("<h3>Latency over time</h3>")[1].split("</figure>")[0]
+
+
+def test_latency_over_time_is_points_under_a_band_where_answers_are_enough_for_it() -> None:
+    one = run(100.0)  # 1500 ranks in 15 s
+    drawn = latency(one)
+    assert "<polyline" not in drawn
+    assert drawn.count("<circle") == len(one.points) == MAX_POINTS
+    assert drawn.count('<g class="band">') == len(one.bins)
+    assert 10 <= len(one.bins) <= 15
+    assert [part["from_s"] for part in one.bins][1:] == [part["to_s"] for part in one.bins][:-1]
+    assert all(part["num_answered"] >= BIN_ANSWERS for part in one.bins)
+    answered = one.latencies[0].count
+    assert sum(part["num_answered"] for part in one.bins) == answered
+    for part in one.bins:
+        assert part["p50_ms"] == pytest.approx(18.3, rel=0.3)
+        assert part["p99_ms"] > 1.5 * part["p50_ms"]
+    for name in (*OUTCOMES, "error", "P50 to P99 of at least 100 answers"):
+        assert f"</i>{name}</span>" in drawn
+    tally = Tally(0.05)
+    for i in range(BIN_ANSWERS - 1):
+        tally.add(sample(due_at=i * 0.3))
+    few = summarise(tally, one.settings)
+    assert (len(few.bins), latency(few).count("<circle"), "band" in latency(few)) == (1, BIN_ANSWERS - 1, False)
+
+
 def test_one_run_nothing_answered_and_no_tiers_make_a_page_too() -> None:
     settings = {"closed": 4, "rate": None, "ramp_to": None, "arrival": "poisson", "speed": 1.0}
     for samples in ([], [sample()], [sample(error="timeout")]):
@@ -139,7 +167,7 @@ const svgs = [...document.querySelectorAll("svg")].map(svg => {
     if (a.box.left < b.box.right - 1 && b.box.left < a.box.right - 1
       && a.box.top < b.box.bottom - 2 && b.box.top < a.box.bottom - 2) overlaps.push(a.name + " | " + b.name);
   }));
-  const shapes = [...svg.querySelectorAll("polyline, polygon")].filter(s => box(s).width > 50);
+  const shapes = [...svg.querySelectorAll("polyline, polygon, g:not(.band)")].filter(s => box(s).width > 50);
   return {width: around.width, height: around.height, outside, overlaps, shapes: shapes.length};
 });
 const out = document.createElement("pre");

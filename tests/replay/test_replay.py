@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ async def played(log: list[QueryRecord], url: str, **values: Any) -> list[Sample
     return samples
 
 
+def at(instant: float) -> Callable[[], Awaitable[float]]:
+    """Begin at an instant of `time.monotonic()`."""
+
+    async def begin() -> float:
+        return instant
+
+    return begin
+
+
 async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() -> None:
     count, all_came = 8, asyncio.Event()
 
@@ -73,7 +83,7 @@ async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_
         start_at = time.monotonic() + 0.5
         log = [rank(i * 0.02, f"u{i}") for i in range(200)]
         options = ReplayOptions(base_url=fake.url)
-        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_at)
+        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, at(start_at))
         report = await replay([rank(0.0)], options)
     assert len(samples) == 200
     began_at, ended_at = stalled_at
@@ -203,7 +213,7 @@ async def test_the_signal_comes_the_lead_before_its_rank_also_under_speed() -> N
     async with service() as fake:
         options = ReplayOptions(base_url=fake.url, speed=50.0, signal_lead_s=0.1)
         start_at = time.monotonic() + 0.1
-        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, start_at)
+        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, at(start_at))
     samples.sort(key=lambda sample: sample.due_at)
     assert [sample.record.kind for sample in samples] == ["signal", "rank", "signal", "rank"]
     assert [sample.due_at - samples[0].due_at for sample in samples] == pytest.approx([0.0, 0.1, 0.2, 0.3])

@@ -10,14 +10,14 @@ import pytest
 
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report, report
-from npu_gr.replay.study import CLOSE_RATIO, RateSearchOptions, Study, search, sweep
+from npu_gr.replay.study import CLOSE_RATIO, RateSearchOptions, Study, name, search, sweep
 from tests.replay.test_report import sample
 
 OPTIONS = ReplayOptions(base_url="http://127.0.0.1:1", warmup_s=1.0)
 
 
 class Pretended:
-    """A service that answers in time up to a rate, and a log with so many records."""
+    """A service that answers in time up to a rate, a log with so many records, and processes that send up to a rate."""
 
     def __init__(self, capacity_per_s: float, num_records: int = 10**9, late_from: float = float("inf")) -> None:
         self.capacity_per_s, self.num_records, self.late_from = capacity_per_s, num_records, late_from
@@ -29,7 +29,7 @@ class Pretended:
         rate = options.rate or 1.0
         num = max(0, min(int(rate * (options.duration_s or 1.0)), self.num_records - options.skip))
         latency_s = 0.01 if rate <= self.capacity_per_s else 0.5
-        lag_s = 0.1 if rate >= self.late_from else 0.0
+        lag_s = 0.1 if rate >= self.late_from * options.processes else 0.0
         samples = [sample(due_at=i / rate, latency_s=latency_s, lag_s=lag_s) for i in range(min(num, 50))]
         samples += [sample(due_at=num / rate, latency_s=latency_s, lag_s=lag_s)] if num else []
         return report(samples, 0.05, msgspec.to_builtins(options)), options.skip + num
@@ -57,7 +57,25 @@ async def test_a_search_that_meets_an_end_says_so() -> None:
     low = await found(Pretended(1.0), 10.0, 50.0)
     assert (low.highest_per_s, "low end" in low.ended) == (None, True)
     late = await found(Pretended(1e9, late_from=40.0), 10.0, 1000.0)
-    assert (late.highest_per_s, "the load generator was late" in late.ended) == (20.0, True)
+    told = "the load generator was late at 40/s with 1 process: it is the limit here, not the service"
+    assert (late.highest_per_s, late.ended) == (20.0, told)
+
+
+async def test_a_late_load_generator_gets_more_processes_until_it_has_all() -> None:
+    service = Pretended(300.0, late_from=40.0)  # each process makes 40/s
+    told: list[str] = []
+    within = RateSearchOptions(low_per_s=30.0, high_per_s=1000.0, step_s=10.0, max_processes=6)
+    study = await search(service, OPTIONS, within, service.stop, told.append)
+    tried = [(options.rate, options.processes) for options in service.runs]
+    assert tried == [(30, 1), (60, 1), (60, 2), (120, 2), (120, 4), (240, 4), (240, 6)]
+    assert told[0] == "the load generator was late at 60/s (P99 100.0 ms): 2 processes from here on"
+    assert (len(told), study.highest_per_s) == (3, 120.0)
+    assert study.ended == "the load generator was late at 240/s with 6 processes: it is the limit here, not the service"
+    assert [name(run) for run in study.runs][2:4] == ["poisson 60/s, 2 processes", "poisson 120/s, 2 processes"]
+    enough = Pretended(50.0, late_from=40.0)
+    study = await search(enough, OPTIONS, within, enough.stop)
+    assert study.highest_per_s == pytest.approx(50, rel=0.05)
+    assert {options.processes for options in enough.runs[2:]} == {2}
 
 
 async def test_a_log_that_runs_dry_is_begun_anew() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.replay.histogram import MAX_SLICES, Latency, Slices
+from npu_gr.replay.histogram import MAX_SLICES, Latency, Point, Scatter, Slices
 from npu_gr.replay.report import summarise
 from npu_gr.replay.sample import Sample
 from npu_gr.replay.tally import PooledAuc, Tally
@@ -63,6 +63,21 @@ def test_slices_double_their_width_and_lose_nothing() -> None:
     assert sum(part.num_due for part in slices.slices) == sum(len(part.latency) for part in slices.slices) == 10_000
     width = round(slices.width_s / 0.1)
     assert slices.slices[3].num_due == pytest.approx(width, abs=1)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, 8))
+def test_a_sample_of_points_is_the_same_whoever_counted_them(owners: list[int], most: int) -> None:
+    whole, parts = Scatter(most), [Scatter(most) for _ in range(4)]
+    for number, owner in enumerate(owners):
+        point = Point(number * 0.1, 0.01, "hbm_hit")
+        whole.add(number, point)
+        parts[owner].add(number, point)
+    total, *others = parts
+    for other in others:
+        total.merge(other)
+    assert total.points() == whole.points()
+    assert len(whole.points()) == min(len(owners), most)
 
 
 def test_merged_parts_are_the_whole_also_after_a_trip_through_a_pipe() -> None:

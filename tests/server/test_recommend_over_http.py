@@ -16,6 +16,8 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DeviceError
+from npu_gr.engine.job import Job
+from npu_gr.engine.queue import JobQueue
 from npu_gr.jobs.hook import HookContext
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
@@ -149,9 +151,13 @@ async def test_seen_denied_and_too_many_are_left_out(folder: Path) -> None:
         assert sorted(everything["items"]) == sorted(found["items"][:20])
 
 
-async def test_generate_and_match_are_merged_in_turns(folder: Path) -> None:
+def matching(folder: Path) -> str:
     save(make_vectors(item_ids=np.arange(40, dtype=np.int64) + FIRST_ID), folder / "vectors")
-    both = section(folder, sources={"match": 6, "generate": 9}) | {"match": {"vectors": str(folder / "vectors")}}
+    return str(folder / "vectors")
+
+
+async def test_generate_and_match_are_merged_in_turns(folder: Path) -> None:
+    both = section(folder, sources={"match": 6, "generate": 9}) | {"match": {"vectors": matching(folder)}}
     async with serving(folder, **both) as (client, _):
         answer = await recommend(client, num_items=100, user_id=KNOWN)
         assert results(answer) == {"match": "ok", "generate": "ok", "rank": "ok"}
@@ -434,3 +440,29 @@ async def test_it_is_recorded_and_told_in_the_log(
     assert (line["num_items"], line["num_candidates"]) == (4, answer["num_candidates"])
     assert line["stages_s"].keys() == answer["stages_s"].keys()
     assert "degraded" not in line
+
+
+async def test_every_job_for_the_device_says_whose_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[tuple[str, str]] = []
+    put = JobQueue.put
+
+    def noted(queue: JobQueue, job: Job, now_at: float, *, force: bool = False) -> Job | None:
+        if job.shares:
+            jobs.append((job.kind, job.tenant))
+        return put(queue, job, now_at, force=force)
+
+    monkeypatch.setattr(JobQueue, "put", noted)
+    sections = section(folder, sources={"match": 6, "generate": 9}) | {"match": {"vectors": matching(folder)}}
+    async with serving(folder, admission={"tenant_weights": {"shop": 2.0}}, **sections) as (client, service):
+        assert service.parts.jobs.keys() >= {"rank", "generate", "match", "recommend"}
+        jobs.clear()  # what warmed up
+        asked: dict[str, dict[str, Any]] = {
+            "rank": {"candidates": [FIRST_ID]},
+            "generate": {"num_items": 3},
+            "match": {"user_id": KNOWN, "num_items": 3},
+            "recommend": {},
+        }
+        for kind, body in asked.items():
+            await post(client, f"/v1/{kind}", tenant="shop", history=HISTORY, **body)
+        assert {kind for kind, _ in jobs} == {"rank", "generate", "match"}
+        assert {tenant for _, tenant in jobs} == {"shop"}

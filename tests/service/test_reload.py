@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,20 +238,23 @@ async def test_a_reload_ends_while_the_device_is_full(tmp_path: Path) -> None:
         assert models[0]["version"] == new
 
 
-async def test_settings_take_effect_without_a_new_model(tmp_path: Path) -> None:
+async def test_settings_take_effect_without_a_new_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = File(tmp_path)
     write_checkpoint(tmp_path / "checkpoint")
     async with serving(tmp_path, read=file.read) as (client, service):
         relay, engine = service.versions.ranker().relay, service.versions.ranker().engine
+        weighed: list[Mapping[str, float]] = []
+        monkeypatch.setattr(engine.scheduler, "weigh", weighed.append)
         file.sections = {
             "relay": {"t_life_s": 3.0, "enabled": False},
             "slo": {"rank_s": 0.25},
-            "admission": {"max_inflight": 3},
+            "admission": {"max_inflight": 3, "tenant_weights": {"shop": 2.0}},
             "service": {"max_history_tokens": 20},
         }
         async with client.post("/v1/models/reload") as response:
             assert response.status == 200
         assert service.versions.ranker().engine is engine
+        assert weighed == [{"shop": 2.0}]
         assert (relay.t_life_s, relay.tiers[0].t_life_s, engine.objective_s) == (3.0, 3.0, 0.25)
         slots = [await service.door.enter("rank", "", time.monotonic(), 1.0) for _ in range(3)]
         with pytest.raises(Overloaded):

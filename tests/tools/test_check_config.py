@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,32 @@ def test_redis_is_not_called_and_its_password_not_shown(tmp_path: Path, checkpoi
     found = examined(tmp_path, features={"kind": "redis", "url": "redis://:s3cret@10.255.255.1:6379/0"})
     assert found["features.url"].state is OpenedState.NOTE
     assert "s3cret" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("sections", "module", "key", "extra"),
+    [
+        (
+            {"server": {"otlp_endpoint": "http://127.0.0.1:1/v1/traces"}},
+            "opentelemetry.sdk",
+            "server.otlp_endpoint",
+            "otel",
+        ),
+        ({"server": {"grpc_port": 9000}}, "grpc", "server.grpc_port", "grpc"),
+        (ROUTER | {"picker": {}}, "hpack", "picker", "picker"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], module: str, key: str, extra: str
+) -> None:
+    real = importlib.util.find_spec
+
+    def found() -> dict[str, Opened]:
+        return examined_router(**sections) if "discovery" in sections else examined(tmp_path, **sections)
+
+    assert key not in found()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else real(name))
+    assert found()[key].remedy == f"pip install 'npu_gr[{extra}]'"
 
 
 def test_a_router(tmp_path: Path, authority: Authority) -> None:

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
-from npu_gr.tools.evaluate_service import EvaluationClient, evaluate
-from npu_gr.train.next_event import hides_seen, next_events
+from npu_gr.tools.evaluate_service import EvaluationClient, ServiceEvaluation, evaluate
+from npu_gr.train.next_event import hides_seen, next_events, repeat_ratio
 from tests.keys import secret, write_keys
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
 from tests.serving import FIRST_ID, serving
@@ -88,6 +88,7 @@ def test_what_a_user_had_is_asked_for_where_most_next_items_are_repeats() -> Non
     assert hides_seen([*cases[:3], *again[:3]])
     assert not hides_seen([*cases[:2], *again[:3]])
     assert hides_seen([])
+    assert [repeat_ratio(some) for some in (cases, again, [*cases[:1], *again[:3]], [])] == [0.0, 1.0, 0.75, 0.0]
 
 
 def test_a_case_names_its_actions() -> None:
@@ -115,3 +116,27 @@ async def test_a_request_that_is_refused_for_load_is_sent_again(monkeypatch: pyt
         monkeypatch.setattr("npu_gr.tools.evaluate_service.PATIENCE_S", 0.0)
         with pytest.raises(Unavailable, match="/v1/rank: 429: busy"):
             await client.post("/v1/rank", {})
+
+
+@pytest.mark.parametrize(
+    ("hides", "ratio", "words"),
+    [
+        (True, 0.0, "seen items left out"),
+        (True, 0.125, "seen items left out: 12.5% of the next items are repeats, which no way can find"),
+        (False, 0.75, "seen items too: 75.0% of the next items are repeats"),
+    ],
+)
+def test_the_title_says_what_became_of_seen_items(hides: bool, ratio: float, words: str) -> None:
+    ranks = {way: [0.0, 4.0] for way in ("trunk", "rank", "recommend")}
+    found = ServiceEvaluation(
+        ranks=ranks,
+        seconds={way: [0.01, 0.01] for way in ranks},
+        sources={"trunk": 10},
+        order="fitted",
+        retrieved=1.0,
+        outcomes={},
+        hides_seen=hides,
+        repeat_ratio=ratio,
+    )
+    assert found.table().title == f"next item of 2 users, whole catalogue, {words}"
+    assert found.as_dict()["repeat_ratio"] == ratio

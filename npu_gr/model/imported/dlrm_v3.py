@@ -11,20 +11,21 @@ buckets at the table's end, which is what is served.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, linear
 
-from npu_gr.model.config import HSTUConfig, TimeBuckets, TimePeriod
+from npu_gr.model.config import HSTUConfig, TimeBuckets
+from npu_gr.model.imported.contextual import folded, numbered
 from npu_gr.model.imported.converted import Converted, GivenNames, filled, named, named_items
 from npu_gr.model.imported.source import ForeignCheckpoint
+from npu_gr.model.imported.stu import EPS, action_sets, clocks, gated_mlp, stu_layer
 
 TRANSDUCER = "_hstu_transducer."
 PREPROCESSOR = f"{TRANSDUCER}_input_preprocessor."
 TABLES = "_embedding_collection.embeddings."
 ITEM_TABLES = ("movie_id", "video_id", "item_id", "post_id")
-MAX_ACTION_BITS = 8  # sets of actions are rows of a table, 2^8
-EPS = 1e-5  # of its norms outside the layers
 
 
 def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
@@ -39,17 +40,15 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
             "attention is divided by the longest sequence of each batch (rule E1): pass --set scaling_seqlen=N, the "
             "number that it was trained with"
         )
-    if f"{PREPROCESSOR}_batched_contextual_linear_weights" in source.tensors:
-        source.refuse("contextual features: each has a token of its own in front of the history")
-        source.drop(prefix=f"{PREPROCESSOR}_batched_contextual_linear_")
     table = next((f"{TABLES}{name}.weight" for name in ITEM_TABLES if f"{TABLES}{name}.weight" in source.tensors), "")
     items = source.take(table or f"{TABLES}movie_id.weight", -1, -1)
-    content = _mlp(source, f"{PREPROCESSOR}_content_embedding_mlp.", items)
-    candidates = _mlp(source, "_item_embedding_mlp.", items)
+    content = gated_mlp(source, f"{PREPROCESSOR}_content_embedding_mlp.", items)
+    candidates = gated_mlp(source, "_item_embedding_mlp.", items)
     if source.tensors.get(f"{PREPROCESSOR}_additional_embedding_mlp.0.weight", torch.ones(1)).numel() == 0:
         source.drop(prefix=f"{PREPROCESSOR}_additional_embedding_mlp.")  # of no feature
     dim = content.shape[1]
-    sets, actions = _actions(source, dim)
+    sets, actions = action_sets(source, f"{PREPROCESSOR}_action_encoder.", f"{PREPROCESSOR}_action_embedding_mlp.", dim)
+    features, own = _contextual(source, dim)
     positions = source.take(f"{TRANSDUCER}_positional_encoder._position_embeddings_weight", -1, dim)
     times = source.take(f"{TRANSDUCER}_positional_encoder._timestamp_embeddings_weight", -1, dim)
     stu = f"{TRANSDUCER}_stu_module._stu_layers."
@@ -81,9 +80,10 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         "head.2.weight": last,
         "head.2.bias": source.take(f"{head}2.bias", len(last)),
     }
-    periods = _clocks(source, post, dim, tensors)
+    tensors |= own
+    periods = clocks(source, post, dim, tensors)
     for layer in range(num_layers):
-        tensors |= _layer(source, f"{stu}{layer}.", f"layers.{layer}.", dim, heads, qk_dim, v_dim, is_per_head)
+        tensors |= stu_layer(source, f"{stu}{layer}.", f"layers.{layer}.", dim, heads, qk_dim, v_dim, is_per_head)
     source.finish()  # before sizes that follow from what is missing are refused
     config = HSTUConfig(
         num_items=max(len(items), 1),
@@ -107,6 +107,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         head_periods=periods,
         head_norm_eps=EPS,
         head_activation="norm_gate",
+        **features,
     )
     source.notes += [
         "positions count from the candidates back and tokens embed the time to the request: served without a prefix "
@@ -116,59 +117,25 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     return filled(source, config, tensors, named_items(source, names, len(items), 0))
 
 
-def _mlp(source: ForeignCheckpoint, at: str, rows: Tensor) -> Tensor:
-    """Take an MLP of two linear layers, a norm gate between and a norm behind, and give its results for rows."""
-    first = source.take(f"{at}0.weight", -1, rows.shape[1])
-    x = linear(rows, first, source.take(f"{at}0.bias", len(first)))
-    gate = source.take(f"{at}1.weight", len(first)), source.take(f"{at}1.bias", len(first))
-    x = x * layer_norm(x, x.shape[-1:], *gate, EPS).sigmoid()
-    second = source.take(f"{at}2.weight", -1, len(first))
-    x = linear(x, second, source.take(f"{at}2.bias", len(second)))
-    norm = source.take(f"{at}3.weight", len(second)), source.take(f"{at}3.bias", len(second))
-    return layer_norm(x, x.shape[-1:], *norm, EPS)
-
-
-def _actions(source: ForeignCheckpoint, dim: int) -> tuple[tuple[str, ...], Tensor]:
-    """Name every set of actions by the sum of its weights, and compute its row; the last row is a candidate's."""
-    at = f"{PREPROCESSOR}_action_encoder."
-    weights = source.tensors.pop(f"{at}_combined_action_weights", torch.tensor([], dtype=torch.int64)).tolist()
-    bits = len(weights)
-    if not bits:
-        source.refuse("no action encoder: events of one kind only do not convert")
-        return ("0",), torch.zeros(2, dim)
-    if bits > MAX_ACTION_BITS or len({w.bit_count() for w in weights}) != 1 or len(set(weights)) != bits:
-        source.refuse(f"action_weights = {weights}: up to {MAX_ACTION_BITS} powers of two convert")
-        return ("0",), torch.zeros(2, dim)
-    table = source.take(f"{at}_action_embedding_table", bits, -1)
-    shown = source.take(f"{at}_target_action_embedding_table", 1, table.numel())
-    masks = (torch.arange(2**bits)[:, None] >> torch.arange(bits)) & 1  # [sets, bits]
-    rows = torch.cat([(masks[:, :, None] * table).flatten(1), shown])
-    names = tuple(str(sum(w for w, on in zip(weights, mask, strict=True) if on)) for mask in masks.tolist())
-    return names, _mlp(source, f"{PREPROCESSOR}_action_embedding_mlp.", rows)
-
-
-def _clocks(source: ForeignCheckpoint, at: str, dim: int, tensors: dict[str, Tensor]) -> tuple[TimePeriod, ...]:
-    """Take the clocks of the last rows, if there are any."""
-    if f"{at}_period_units" not in source.tensors:
-        return ()
-    units = source.take(f"{at}_period_units", 1, -1).flatten().tolist()
-    counts = source.take(f"{at}_units_per_period", 1, len(units)).flatten().tolist()
-    tensors["clock.linear.weight"] = source.take(f"{at}_time_feature_combiner.weight", dim, dim + 2 * len(units))
-    tensors["clock.linear.bias"] = source.take(f"{at}_time_feature_combiner.bias", dim)
-    return tuple(TimePeriod(unit_s=int(u), num_units=int(n)) for u, n in zip(units, counts, strict=True))
-
-
-def _layer(
-    source: ForeignCheckpoint, theirs: str, ours: str, dim: int, heads: int, qk_dim: int, v_dim: int, is_per_head: bool
-) -> dict[str, Tensor]:
-    rows = 2 * heads * (v_dim + qk_dim)
-    norm = heads if is_per_head else heads * v_dim
-    return {
-        ours + "uvqk.weight": source.take(f"{theirs}_uvqk_weight", dim, rows).T,
-        ours + "uvqk.bias": source.take(f"{theirs}_uvqk_beta", rows),
-        ours + "norm_in.weight": source.take(f"{theirs}_input_norm_weight", dim),
-        ours + "norm_in.bias": source.take(f"{theirs}_input_norm_bias", dim),
-        ours + "out.weight": source.take(f"{theirs}_output_weight", 3 * heads * v_dim, dim).T,
-        ours + "norm_attention.weight": source.take(f"{theirs}_output_norm_weight", norm),
-        ours + "norm_attention.bias": source.take(f"{theirs}_output_norm_bias", norm),
-    }
+def _contextual(source: ForeignCheckpoint, dim: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Take the contextual features, if there are any: settings, and tensors. Their tokens are causal here."""
+    at = f"{PREPROCESSOR}_batched_contextual_linear_"
+    if f"{at}weights" not in source.tensors:
+        return {}, {}
+    lengths = dict(source.setting("contextual_feature_to_max_length", {}))
+    weights = source.take(f"{at}weights", -1, -1, dim)
+    biases = source.take(f"{at}bias", len(weights), dim)
+    if len(lengths) != len(weights) or set(lengths.values()) != {1}:
+        source.refuse(
+            f"contextual features: the checkpoint has {len(weights)} tokens of them and no names; pass --set "
+            "contextual_feature_to_max_length=\"{'user_id': 1, ..}\" as trained, a token each"
+        )
+        return {}, {}
+    if any(source.setting("contextual_feature_to_min_uih_length", {}).values()):
+        source.refuse(
+            "contextual_feature_to_min_uih_length: whether a feature counts depends on the number of candidates (E8); "
+            "without it they always count"
+        )
+    tables = [source.take(f"{TABLES}{name}.weight", -1, weights.shape[1]) for name in lengths]
+    features = [numbered(source, name, table) for name, table in zip(lengths, tables, strict=True)]
+    return folded(features, weights, biases, dim**0.5)

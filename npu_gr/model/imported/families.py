@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.model.imported import dlrm_v3, recsys_examples, research
+from npu_gr.model.imported import dlrm_v3, recsys_examples, research, torcheasyrec
 from npu_gr.model.imported.converted import Converted, GivenNames
 from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
+from npu_gr.model.imported.torcheasyrec_files import read_pipeline, weights_folder
 
 FAMILIES: dict[str, Callable[[ForeignCheckpoint, GivenNames], Converted]] = {
     "generative-recommenders": research.convert,
     "dlrmv3": dlrm_v3.convert,
     "recsys-examples": recsys_examples.convert,
+    "torcheasyrec": torcheasyrec.convert,
 }
 
 
@@ -35,9 +37,10 @@ def convert(
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    source = ForeignCheckpoint(
-        str(folder), read_tensors(folder, is_trusted=is_trusted), read_gin(folder) | dict(settings or {})
-    )
+    is_pipeline = family == "torcheasyrec"
+    found = read_pipeline(folder) if is_pipeline else read_gin(folder)
+    tensors = read_tensors(weights_folder(folder) if is_pipeline else folder, is_trusted=is_trusted)
+    source = ForeignCheckpoint(str(folder), tensors, found | dict(settings or {}))
     try:
         return FAMILIES[family](source, names)
     except (ValueError, TypeError) as error:  # of a setting that is no number, or a size that no model has

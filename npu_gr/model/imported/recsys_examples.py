@@ -10,11 +10,14 @@ as its gin files bind them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, relu
 
 from npu_gr.model.config import HSTUConfig
+from npu_gr.model.imported.contextual import folded, numbered
 from npu_gr.model.imported.converted import Converted, GivenNames, filled, named, named_items, per_head_to_kind
 from npu_gr.model.imported.source import ForeignCheckpoint
 
@@ -47,16 +50,15 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     )
     items = _table(source, "item", ITEM_TABLES)
     actions = _table(source, "action", ACTION_TABLES)
-    for name in [name for name in source.tensors if name.startswith(TABLES)]:
-        source.refuse(f"contextual feature {name.removeprefix(TABLES).removesuffix('.weight')}: has a token of its own")
-        del source.tensors[name]
+    context, of_context = _contextual(source, dim)
     source.drop(suffix="._extra_state")
     if int(source.setting("NetworkArgs.item_embedding_dim", UNSET)) > 0:
         items, actions = (_mlp(source, f"{PREPROCESSOR}._item_mlp._mlp.", table, dim) for table in (items, actions))
         source.drop(prefix=f"{PREPROCESSOR}._item_mlp.")
         source.notes.append("the MLP of items and actions is folded into their rows")
     positions = source.take(f"{PREPROCESSOR}._positional_encoder._position_embeddings_weight", -1, dim)
-    longest = min(len(positions) - 1, 2 * int(source.setting("DatasetArgs.max_history_seqlen", len(positions))))
+    most = 2 * int(source.setting("DatasetArgs.max_history_seqlen", len(positions)))
+    longest = min(len(positions) - 1, most + len(context.get("features", ())))
     head = tuple(source.setting("RankingArgs.prediction_head_arch", (1, 1)))
     if len(head) != 2:
         source.refuse(f"RankingArgs.prediction_head_arch = {list(head)}: only one hidden layer converts")
@@ -73,6 +75,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         "head.2.weight": source.take("_mlp._mlp.2.weight", head[1], head[0]),
         "head.2.bias": source.take("_mlp._mlp.2.bias", head[1]),
     }
+    tensors |= of_context
     for layer in range(num_layers):
         tensors |= _layer(source, f"{BLOCK}.{layer}.", f"layers.{layer}.", dim, heads, width)
     source.finish()  # before sizes that follow from what is missing are refused
@@ -94,6 +97,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         positions="start",
         head_norm="none",
         head_activation=source.only("RankingArgs.prediction_head_act_type", ["relu", "gelu"], "relu"),
+        **context,
     )
     shown = actions.new_zeros(1, actions.shape[-1])  # a candidate is its item alone
     tensors["action.weight"] = torch.cat([actions * scale, shown])
@@ -109,6 +113,41 @@ def _table(source: ForeignCheckpoint, what: str, names: tuple[str, ...]) -> Tens
         )
         return torch.zeros(1, 1)
     return source.take(f"{TABLES}{found[0]}.weight", -1, -1)
+
+
+def _contextual(source: ForeignCheckpoint, dim: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Take the tables that are left, of contextual features, a token each: settings, and tensors."""
+    left = [name.removeprefix(TABLES).removesuffix(".weight") for name in source.tensors if name.startswith(TABLES)]
+    if not left:
+        return {}, {}
+    given = source.setting("BenchmarkDatasetArgs.contextual_feature_names", left if len(left) == 1 else [])
+    names = list(source.setting("contextual_feature_names", given))
+    if sorted(names) != sorted(left):
+        source.refuse(
+            f"contextual features {', '.join(sorted(left))}: pass --set contextual_feature_names=[..] with their names "
+            "in the order of their tokens"
+        )
+        names = left
+    tables = [source.take(f"{TABLES}{name}.weight", -1, -1) for name in names]
+    if int(source.setting("NetworkArgs.contextual_embedding_dim", UNSET)) > 0:
+        tables = [_mlp(source, f"{PREPROCESSOR}._contextual_mlp._mlp.", table, dim) for table in tables]
+        source.drop(prefix=f"{PREPROCESSOR}._contextual_mlp.")
+    elif any(table.shape[1] != dim for table in tables):
+        source.refuse(
+            f"contextual features: {[table.shape[1] for table in tables]} wide, without an MLP all have {dim}"
+        )
+        return {}, {}
+    features = [numbered(source, name, table) for name, table in zip(names, tables, strict=True)]
+    settings, tensors = folded(
+        features, torch.eye(dim).expand(len(names), -1, -1), torch.zeros(len(names), dim), dim**0.5
+    )
+    source.notes.append("a contextual feature without a value is a token of zeros; in training it has no token")
+    is_causal = bool(source.setting("NetworkArgs.disable_contextual_mask", False))
+    if not is_causal:
+        source.notes.append(
+            "contextual tokens see the whole history (E4): served without a prefix cache (relay.enabled: false)"
+        )
+    return settings | {"context": "causal" if is_causal else "full"}, tensors
 
 
 def _mlp(source: ForeignCheckpoint, at: str, table: Tensor, dim: int) -> Tensor:

@@ -6,9 +6,11 @@ import asyncio
 import ipaddress
 import logging
 import socket
+from collections.abc import Collection
 from functools import lru_cache
 
 from npu_gr.router.config import InstanceConfig, RouterConfig
+from npu_gr.router.instance import InstanceState
 from npu_gr.router.members import Members
 
 log = logging.getLogger(__name__)
@@ -21,9 +23,31 @@ class Addresses:
         self._period_s = config.discovery.period_s
         self._members = members
         self._of_host: dict[str, str] = {}  # a host that is no address -> the address that it had last
+        self._instances: dict[str, InstanceState] = {}  # those of `_endpoints`
+        self._endpoints: dict[str, str | None] = {}
+        self._unknown: tuple[str, ...] = ()
 
-    def of(self, one: InstanceConfig) -> str | None:
-        """The endpoint of an instance; None: its address is not known."""
+    def endpoints(self) -> dict[str, str | None]:
+        """The endpoints of all instances, by name; None: its address is not known."""
+        instances = self._members.instances
+        if instances is not self._instances:  # `Members` changes it by replacing it
+            self._instances = instances
+            self._endpoints = {name: self._of(one.config) for name, one in instances.items()}
+            self._unknown = tuple(name for name, endpoint in self._endpoints.items() if endpoint is None)
+        return self._endpoints
+
+    def excluded(self, allowed: set[str] | None) -> Collection[str]:
+        """Names of the instances that a gateway cannot be sent to.
+
+        Args:
+            allowed: the endpoints that the gateway lets the picker choose from; None = all of them.
+        """
+        endpoints = self.endpoints()
+        if allowed is None:
+            return self._unknown
+        return [name for name, endpoint in endpoints.items() if endpoint not in allowed]
+
+    def _of(self, one: InstanceConfig) -> str | None:
         host = one.host if _is_address(one.host) else self._of_host.get(one.host)
         if host is None:
             return None
@@ -38,6 +62,7 @@ class Addresses:
             for host, new in zip(hosts, found, strict=True)
             if (address := new or self._of_host.get(host)) is not None
         }
+        self._instances = {}
 
     async def keep_looking(self) -> None:
         """Look up every `discovery.period_s`, until cancelled."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import msgspec
 
 from npu_gr.router.answers import Refused
+from npu_gr.router.config import RouterConfig
 from npu_gr.router.picker import external_processor_pb2 as pb
-from npu_gr.router.request import RequestHead, too_many_headers
+from npu_gr.router.request import RequestHead, headers_read, too_many_headers
 from npu_gr.router.router import Router
 from npu_gr.server.codec.fields import Tenant, UserId
 from npu_gr.server.codec.media import JSON, decode
+
+_OF_THE_REQUEST_LINE = (b":method", b":path", b":authority")
 
 
 class UserInBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,23 +25,36 @@ class UserInBody(msgspec.Struct, frozen=True, kw_only=True):
     tenant: Tenant = ""
 
 
-def head_of(headers: pb.HeaderMap, router: Router) -> RequestHead:
+def names_read(config: RouterConfig) -> dict[str, bytes]:
+    """Names of the headers that `head_of` reads, as the gateway writes them and as the router does."""
+    return {name.decode(): name for name in (*headers_read(config), *_OF_THE_REQUEST_LINE)}
+
+
+def head_of(headers: pb.HeaderMap, names: Mapping[str, bytes], router: Router) -> RequestHead:
     """Read the head of a request.
+
+    Args:
+        headers: all of them.
+        names: as `names_read` says.
+        router: bounds them.
 
     Raises:
         Refused: it is over a limit, or what the router reads stands in it twice.
     """
     head = RequestHead(began_at=time.monotonic())
-    seen = head.seen
+    limits, seen = router.config.limits, head.seen
+    head.num_bytes = headers.ByteSize()
+    if head.num_bytes > limits.max_header_bytes or len(headers.headers) > limits.max_headers:
+        raise too_many_headers(limits)
     for one in headers.headers:
-        name, value = one.key.encode(), one.raw_value or one.value.encode()
+        name = names.get(one.key)
+        if name is None:
+            continue
         if name in seen and name in router.once:
             raise Refused(400, f"{one.key}: given twice")
-        seen[name] = value
-        head.num_bytes += len(name) + len(value) + 4
-    limits = router.config.limits
-    if len(seen) > limits.max_headers:
-        raise too_many_headers(limits)
+        seen[name] = one.raw_value or one.value.encode()
+    if not seen.get(b"content-length", b"0").isdigit():
+        raise Refused(400, "content-length: not a number")
     head.method, head.target = seen.pop(b":method", b""), seen.pop(b":path", b"")
     seen.setdefault(b"host", seen.pop(b":authority", b""))
     head.check(limits, router.once)

@@ -10,8 +10,8 @@
       CLOSED ◄────────────────────┘
 
 Where a request goes is decided by the router's own code, from the same ring, the same remembered signals and the same
-health: `Router.place`. A gateway that shows the answer's headers too gives the circuit breakers and the bounded load
-what the router's data path gives them; the picker works without.
+health: `Router.place`. The end of its stream is the end of the request, so the bounded load and the times of answers
+need no more. A gateway that shows the answer's headers too, and waits for it, feeds the circuit breakers as well.
 
 Invariants:
   E1  the header and the metadata of a choice are equal, and name an instance that the gateway allows
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from enum import Enum, auto
 
 from google.protobuf.message import DecodeError
@@ -60,10 +61,19 @@ class PickPhase(Enum):
 class Pick:
     """Implements `PickerCall`: the stream of one request."""
 
-    def __init__(self, router: Router, addresses: Addresses, stream: PickerStream) -> None:
+    def __init__(self, router: Router, addresses: Addresses, names: Mapping[str, bytes], stream: PickerStream) -> None:
+        """Nothing is known of it yet.
+
+        Args:
+            router: places it.
+            addresses: of the instances.
+            names: of the headers that are read, as `names_read` says.
+            stream: to the gateway.
+        """
         self.phase = PickPhase.BEGUN
         self._router = router
         self._addresses = addresses
+        self._names = names
         self._stream = stream
         self._head: RequestHead | None = None
         self._route = route_of(b"", b"")
@@ -77,7 +87,7 @@ class Pick:
         self._instance: InstanceState | None = None
         self._placement: Placement | None = None
         self._picked_at = 0.0
-        self._status = 0  # that the client is sent, as far as is known
+        self._status = 0  # that the client is sent; 0 = the gateway has not shown it
 
     # ---- what the connection calls
 
@@ -112,13 +122,16 @@ class Pick:
     def dropped(self) -> None:
         """End the request."""
         self._forget_body()
-        head = self._head
-        if head is not None and self._status:
-            self._router.finished(self._route.handling, self._status, time.monotonic() - head.began_at)
-        if self._instance is not None:
-            self._instance.in_flight -= 1
+        instance, head = self._instance, self._head
+        if instance is not None:
+            now_at = time.monotonic()
+            instance.in_flight -= 1
             self._router.in_flight -= 1
+            if self.phase is PickPhase.PICKED:
+                instance.ended(now_at - self._picked_at, self._route.handling is Handling.FOLLOW, now_at)
             self._instance = None
+        if head is not None and (self._status or instance is not None):
+            self._router.finished(self._route.handling, self._status, time.monotonic() - head.began_at)
         self.phase = PickPhase.CLOSED
 
     # ---- the request
@@ -128,9 +141,10 @@ class Pick:
             raise Refused(400, "headers: given twice")
         self._mode = request.protocol_config.request_body_mode
         self._answer_mode = request.protocol_config.response_body_mode
-        self._subset = messages.subset(request.metadata_context)
+        if request.HasField("metadata_context"):
+            self._subset = messages.subset(request.metadata_context)
         router = self._router
-        self._head = head = head_of(request.request_headers.headers, router)
+        self._head = head = head_of(request.request_headers.headers, self._names, router)
         self._route = route = route_of(head.method, head.path)
         if route.handling is Handling.OWN:
             self._answer_health(head)
@@ -219,34 +233,26 @@ class Pick:
         self._forget_body()
         router.access.name(head, self._route, self._key)
         router.begin()
-        not_allowed = self._not_allowed()
+        endpoints = self._addresses.endpoints()
+        excluded = self._addresses.excluded(self._subset)
         try:
-            choice, self._placement = router.place(head, handling, not_allowed)
+            choice, self._placement = router.place(head, handling, excluded)
         except NpuGrError:
             router.in_flight -= 1
             raise
-        endpoints = [self._addresses.of(choice.instance.config)]
-        if handling is Handling.FOLLOW:  # nothing else may be sent again
-            try:
-                second, _ = router.place(head, handling, [*not_allowed, choice.instance.name])
-                endpoints.append(self._addresses.of(second.instance.config))
-            except NpuGrError:
-                pass  # there is no second one
-        self._instance = choice.instance
-        self._picked_at = time.monotonic()
-        choice.instance.begun(self._picked_at)
-        router.metrics.placed.add(choice.instance.name, choice.how)
+        instance = choice.instance
+        self._instance = instance
+        self._picked_at = now_at = time.monotonic()
+        chosen = endpoints[instance.name] or ""
+        if handling is Handling.FOLLOW and len(endpoints) > 1:  # nothing else may be sent again
+            second = router.members.second(head.user, instance, now_at, excluded)
+            if second is not None:
+                chosen += f",{endpoints[second.name]}"
+        instance.begun(now_at)
+        router.metrics.placed.add(instance.name, choice.how)
         self.phase = PickPhase.PICKED
         skips_body = self._mode == pb.BUFFERED and not is_in_body
-        self._stream.send(messages.picked(",".join(filter(None, endpoints)), is_in_body, skips_body))
-
-    def _not_allowed(self) -> list[str]:
-        """Names of the instances that the gateway cannot be sent to: they are not in its subset, or have no address."""
-        at = {name: self._addresses.of(one.config) for name, one in self._router.members.instances.items()}
-        subset = self._subset
-        return [
-            name for name, address in at.items() if address is None or (subset is not None and address not in subset)
-        ]
+        self._stream.send(messages.picked(chosen, is_in_body, skips_body))
 
     # ---- the instance's answer
 
@@ -274,10 +280,11 @@ class Pick:
         chosen = self._instance
         assert chosen is not None
         assert head is not None
-        if not endpoint or endpoint == self._addresses.of(chosen.config):
+        endpoints = self._addresses.endpoints()
+        if not endpoint or endpoint == endpoints.get(chosen.name):
             return chosen
         for other in router.members.instances.values():
-            if self._addresses.of(other.config) == endpoint:
+            if endpoints[other.name] == endpoint:
                 router.failed(chosen, "lost", self._placement is not None)
                 if self._placement is not None:
                     self._placement = Placement(other.name, router.members.ring.epoch, is_spilled=True)
@@ -339,9 +346,10 @@ class Pick:
         self._refuse(DeadlineExceeded("body: not complete within the time budget"))
 
     def _forget_body(self) -> None:
-        self._body.clear()
-        self._router.kept.give_back(self._num_counted)
-        self._num_counted = 0
+        if self._num_counted:
+            self._body.clear()
+            self._router.kept.give_back(self._num_counted)
+            self._num_counted = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

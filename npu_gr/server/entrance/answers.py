@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from http import HTTPStatus
+from itertools import cycle
 
 import msgspec
 
@@ -27,10 +27,10 @@ def _answer(status: HTTPStatus, title: str, detail: str, *headers: str) -> bytes
 
 _CLOSE = "Connection: close"
 _OVERLOADED = {
-    reason: [
+    reason: cycle(
         _answer(HTTPStatus.TOO_MANY_REQUESTS, Overloaded.title, detail, "Retry-After: 1", f"{RETRY_AFTER_MS}: {ms}")
         for ms in RETRY_MS
-    ]
+    )
     for reason, detail in WHY.items()
 }
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -91,5 +91,5 @@ def over_rate(detail: str) -> bytes:
 
 
 def overloaded(reason: Refusal) -> bytes:
-    """Refuse a request for load, for one of the reasons of the door."""
-    return random.choice(_OVERLOADED[reason])  # noqa: S311  (spread)
+    """Refuse a request for load, for one of the reasons of the door; each time with another instant to come again."""
+    return next(_OVERLOADED[reason])

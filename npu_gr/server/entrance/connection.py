@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from npu_gr.access.keys import Key
+from npu_gr.access.keys import ANYBODY, Key
 from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Refusal, Unauthorized
@@ -331,6 +331,9 @@ class Connection(web.RequestHandler):
         entrance = self._entrance
         if (head.method, head.path) in entrance.open_routes:
             return True
+        if not entrance.keys.has_keys:
+            self.key = ANYBODY
+            return True
         try:
             self.key = entrance.keys.find(head.authorization)
             if self._kind is not None:
@@ -362,7 +365,8 @@ class Connection(web.RequestHandler):
             self._entrance.broken(413)
             self.end(answers.BODY_TOO_LARGE)
             return False
-        if not self.listener.reserve(body_bytes - self._reserved_bytes):
+        more = body_bytes - self._reserved_bytes
+        if more and not self.listener.reserve(more):
             self._entrance.broken(503)
             self.end(answers.TOO_MANY_BYTES)
             return False
@@ -370,8 +374,9 @@ class Connection(web.RequestHandler):
         return True
 
     def _release(self) -> None:
-        self.listener.reserve(-self._reserved_bytes)
-        self._reserved_bytes = 0
+        if self._reserved_bytes:
+            self.listener.reserve(-self._reserved_bytes)
+            self._reserved_bytes = 0
 
     def _lay_in_kernel_s(self) -> float:
         """Seconds that the newest data lay in the kernel: the loop was late, or reading was paused."""
@@ -399,7 +404,7 @@ class Connection(web.RequestHandler):
         if kind is not None and self.has_s < 0 < self.has_s + sent_s:
             self._entrance.slow(self)
             return
-        if not self._is_within_rate():
+        if self.key is not None and self.key.rate_per_s is not None and not self._is_within_rate(self.key):
             return
         if kind is None:
             self._feed(request)
@@ -420,13 +425,11 @@ class Connection(web.RequestHandler):
         if self.state is State.WAITING:
             self._ticket = ticket
 
-    def _is_within_rate(self) -> bool:
+    def _is_within_rate(self, key: Key) -> bool:
         """Spend the rate of the request's key; answer 429 where it is spent, and go on with the next request."""
-        if self.key is None:
-            return True
         entrance = self._entrance
         try:
-            entrance.keys.spend(self.key)
+            entrance.keys.spend(key)
         except Overloaded as error:
             began_at, read_at = self.began_at, self._read_at
             entrance.denied(self._kind, error.status, time.monotonic() - began_at)

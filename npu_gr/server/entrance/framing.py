@@ -7,7 +7,8 @@ a request that the two see differently ends as a 400 of aiohttp's.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+
+import msgspec
 
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.server.headers import BUDGET_HEADERS, budget_s
@@ -24,7 +25,7 @@ _MSGPACK_TENANT = b"\xa6tenant"
 _JSON_TENANT = re.compile(rb'"tenant"\s*:\s*"([^"\\]{1,256})"')
 
 
-class Head(NamedTuple):
+class Head(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the door reads of a head."""
 
     num_bytes: int  # with the empty line that ends it
@@ -62,10 +63,9 @@ def parse_head(data: bytes | bytearray, num_bytes: int) -> Head:
     is_chunked = b"\r\ntransfer-encoding:" in lower
     if is_chunked and length is not None:
         raise BadRequest("Content-Length and Transfer-Encoding exclude each other")
-    connection = field(lower, b"\r\nconnection:")
-    if connection is None:
-        closes = words[2] == b"HTTP/1.0"
-    else:
+    closes = words[2] == b"HTTP/1.0"
+    if b"\r\nconnection:" in lower:
+        connection = field(lower, b"\r\nconnection:") or b""
         closes = b"close" in connection or (words[2] == b"HTTP/1.0" and b"keep-alive" not in connection)
     path, _, _ = words[1].partition(b"?")
     return Head(
@@ -77,12 +77,12 @@ def parse_head(data: bytes | bytearray, num_bytes: int) -> Head:
         waits_for_continue=b"\r\nexpect:" in lower,
         closes=closes,
         lower=lower,
-        authorization=_authorization(data, line_end, lower),
+        authorization=_authorization(data, line_end, lower) if _AUTHORIZATION in lower else None,
     )
 
 
-def _authorization(data: bytes | bytearray, line_end: int, lower: bytes) -> bytes | None:
-    """Cut out the value of the header with the key.
+def _authorization(data: bytes | bytearray, line_end: int, lower: bytes) -> bytes:
+    """Cut out the value of the header with the key, which is there.
 
     Args:
         data: begins with the head.
@@ -92,10 +92,7 @@ def _authorization(data: bytes | bytearray, line_end: int, lower: bytes) -> byte
     Raises:
         BadRequest: the header is there twice, so that two readers might see two keys.
     """
-    at = lower.find(_AUTHORIZATION)
-    if at < 0:
-        return None
-    begin = at + len(_AUTHORIZATION)
+    begin = lower.index(_AUTHORIZATION) + len(_AUTHORIZATION)
     if lower.find(_AUTHORIZATION, begin) >= 0:
         raise BadRequest("Authorization: given twice")
     end = lower.find(b"\r\n", begin)

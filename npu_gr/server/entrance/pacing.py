@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 SHARE = 0.05  # of a core, for refusals
-BESIDE = 5.0  # what a refusal costs over what is timed of it: the kernel and the event loop take the rest
+BESIDE = 8.0  # what a refusal and its pause cost over what is timed of it: the kernel and the event loop take the rest
 GUESS_S = 7e-6  # what is timed of one, until there was one
 WEIGHT = 1 / 32  # of one more
 MOST_S = 0.5  # the longest pause, before its spread

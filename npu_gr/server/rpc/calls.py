@@ -47,7 +47,7 @@ from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.middleware import ABANDONED
 from npu_gr.server.pieces import Pieces
 from npu_gr.server.responses import require_ready
-from npu_gr.server.rpc.messages import check_fields
+from npu_gr.server.rpc.skim import most_elements, skim
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -275,14 +275,30 @@ class Calls:
             self.shared.keys.spend(call.key)
         return _Received(self.shared.listener, len(body))
 
-    async def decoded(self, call: RpcCall, cls: Any, body: bytes) -> Any:
-        """Make a message of protobuf of its bytes. Raises BadRequest where they are none, TooLarge for its fields."""
+    async def decoded(self, call: RpcCall, cls: Any, body: bytes, most_bytes: int = LOOSE_BYTES) -> Any:
+        """Make a message of protobuf of its bytes.
+
+        Args:
+            call: that brought it.
+            cls: its class.
+            body: as it came.
+            most_bytes: beside its columns.
+
+        Raises:
+            BadRequest: they are none. TooLarge: there is too much in them. DeadlineExceeded: others' took the time.
+        """
         from google.protobuf.message import DecodeError
 
-        await self.shared.pieces.turn(call.until_at)
-        with self.shared.pieces:
-            if len(body) > LOOSE_BYTES:
-                check_fields(body)
+        pieces = self.shared.pieces
+        if len(body) > most_bytes:
+            walk = skim(body, cls.DESCRIPTOR, most_elements(self.shared.config), most_bytes)
+            is_over = False
+            while not is_over:
+                await pieces.turn(call.until_at)
+                with pieces:
+                    is_over = next(walk, True) is True
+        await pieces.turn(call.until_at)
+        with pieces:
             try:
                 return cls.FromString(body)
             except DecodeError:

@@ -60,7 +60,7 @@ class RecommenderService:
             call.kind = form.kind
             if codec.loose_bytes != LOOSE_BYTES and len(body) > codec.loose_bytes:
                 raise TooLarge(f"message: {len(body)} bytes, the limit of {form.kind.plural} is {codec.loose_bytes}")
-            asked = await self._calls.decoded(call, form.request, body)
+            asked = await self._calls.decoded(call, form.request, body, codec.loose_bytes)
 
             def parse() -> tuple[Any, Shown]:
                 made: Any

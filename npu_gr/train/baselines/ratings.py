@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from npu_gr.core.arrays import I64
+from npu_gr.feature_schema.factors import NUM_FACTORS, PENALTY, expected, solve_each
 from npu_gr.train.data import InteractionLog
 from npu_gr.train.metrics import F64
 
@@ -42,62 +43,50 @@ class MatrixFactorisation:
     """
 
     name = "matrix factorisation"
-    num_factors = 16
-    ridge = 8.0
-    ridge_bias = 3.0
     num_sweeps = 12
 
     def __init__(self, log: InteractionLog, seed: int = 0) -> None:
         users = log.users[log.trained]
         items = log.items[log.trained]
         values = log.values[log.trained]
-        self._mean = float(values.mean())
-        self._ridge = np.diag([self.ridge_bias, *[self.ridge] * self.num_factors])
+        self.mean = float(values.mean())
         by_user = _events_of_each(users, log.num_users)
         by_item = _events_of_each(items, log.num_items)
         random = np.random.default_rng(seed)
-        self._items = random.normal(0, 0.1, (log.num_items, 1 + self.num_factors))  # bias, then factors
-        self._items[:, 0] = 0
-        of_users = np.zeros((log.num_users, 1 + self.num_factors))
+        self.items = random.normal(0, 0.1, (log.num_items, 1 + NUM_FACTORS))  # bias, then factors
+        self.items[:, 0] = 0
+        of_users = np.zeros((log.num_users, 1 + NUM_FACTORS))
         for _ in range(self.num_sweeps):
             for mine, other, events, at in (
-                (of_users, self._items, by_user, items),
-                (self._items, of_users, by_item, users),
+                (of_users, self.items, by_user, items),
+                (self.items, of_users, by_item, users),
             ):
                 for row, chosen in enumerate(events):
                     seen = other[at[chosen]]
                     design = np.concatenate([np.ones((len(seen), 1)), seen[:, 1:]], axis=1)
-                    residual = values[chosen] - self._mean - seen[:, 0]
-                    mine[row] = np.linalg.solve(design.T @ design + self._ridge, design.T @ residual)
+                    residual = values[chosen] - self.mean - seen[:, 0]
+                    mine[row] = np.linalg.solve(design.T @ design + PENALTY, design.T @ residual)
 
     def _fold_in(self, items: I64, values: F64) -> F64:
         """Solve the user's row after 0, 1, ... m of these events: float64 [m + 1, 1 + factors]."""
-        seen = self._items[items]
+        seen = self.items[items]
         design = np.concatenate([np.ones((len(seen), 1)), seen[:, 1:]], axis=1)
-        outer = design[:, :, None] * design[:, None, :]
-        target = design * (values - self._mean - seen[:, 0])[:, None]
-        gram = self._ridge + np.concatenate([np.zeros((1, *outer.shape[1:])), np.cumsum(outer, axis=0)])
-        right = np.concatenate([np.zeros((1, target.shape[1])), np.cumsum(target, axis=0)])
-        rows: F64 = np.linalg.solve(gram, right[:, :, None])[:, :, 0]
-        return rows
-
-    def _predict(self, user: F64, items: F64) -> F64:
-        predicted: F64 = user[..., 0] + items[..., 0] + (user[..., 1:] * items[..., 1:]).sum(-1)
-        return predicted
+        last = np.arange(len(seen) + 1)
+        return solve_each(design, values - self.mean - seen[:, 0], np.zeros_like(last), last)
 
     def liking(self, log: InteractionLog) -> F64 | None:
         scores = np.zeros(len(log.items))  # predicted values, less the mean
         for start, stop in zip(log.starts[:-1], log.starts[1:], strict=True):
             part = slice(start, stop)
             rows = self._fold_in(log.items[part], log.values[part])[:-1]
-            scores[part] = self._predict(rows, self._items[log.items[part]])
+            scores[part] = expected(rows, self.items[log.items[part]])
         return scores
 
     def next_items(self, log: InteractionLog, user: int) -> F64:
         # The items that the user would like best, which need not be those that come next.
         part = slice(log.starts[user], log.starts[user] + log.num_trained[user])
         row = self._fold_in(log.items[part], log.values[part])[-1]
-        return self._predict(row, self._items)
+        return expected(row, self.items)
 
 
 def _events_of_each(owners: I64, count: int) -> list[I64]:

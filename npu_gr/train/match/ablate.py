@@ -68,7 +68,7 @@ class Plan(NamedTuple):
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
     arms: tuple[str, ...] = ARMS
     num_validation: int = 2000  # most users to validate on
-    cold: bool = True  # also ask for cold users, at the first density with the first seed
+    cold: bool = True  # also ask for cold users, at the first density
 
 
 def ablate(
@@ -116,18 +116,21 @@ def ablate(
                     _record(folder, run, ranks)
                     done[run.key] = run
     runs = [done[key] for cell in _cells(plan) if (key := run_key(plan, *cell)) in done]
-    return runs + (_cold(domains, plan, folder, done, progress) if plan.cold else [])
+    for seed in plan.seeds if plan.cold else ():
+        runs += _cold(domains, plan, seed, folder, done, progress)
+    return runs
 
 
 def _cold(
     domains: Domains,
     plan: Plan,
+    seed: int,
     folder: Path,
     done: dict[str, AblationRun],
     progress: Callable[[str, StageProgress], None],
 ) -> list[AblationRun]:
-    """Ask for cold users, unless that is on record."""
-    density, seed = plan.densities[0], plan.seeds[0]
+    """Ask for cold users with one seed, unless that is on record."""
+    density = plan.densities[0]
     prefix = run_key(plan, COLD, density, seed)
     found = [run for run in done.values() if run.key.startswith(f"{prefix}-")]
     if found:

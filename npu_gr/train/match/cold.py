@@ -57,19 +57,22 @@ def cold_ranks(
         progress: called after every step, with the training's name.
 
     Returns:
-        Way of `WAYS` -> float64 [cold users tested] ranks, in the same order.
+        Way of `WAYS` -> float64 [cold users tested] ranks, by user: with each seed in the same order.
     """
     data = split(domains, density, num_validation, seed)
     shared = np.flatnonzero((domains.source.degrees()[0] > 0) & (domains.target.degrees()[0] > 0))
     parts = np.array_split(np.random.default_rng(seed).permutation(shared), NUM_FOLDS)
     found: dict[str, list[F64]] = {way: [] for way in WAYS}
     tested = domains.judge()
+    users = []
     for number, part in enumerate(parts, 1):
         judge = tested.only(np.isin(tested.held_out.users, part))
+        users.append(judge.held_out.users)
         bench = Bench(_without(data, part), base, seed, partial(_named, progress, f"cold users, fold {number}: "))
         for way in WAYS:
             found[way].append(_ranks(bench, way, judge))
-    return {way: _weighted(folds) for way, folds in found.items()}
+    by_user = np.argsort(np.concatenate(users))
+    return {way: _weighted(folds)[by_user] for way, folds in found.items()}
 
 
 def _named(progress: Callable[[str, StageProgress], None], prefix: str, arm: str, step: StageProgress) -> None:

@@ -19,6 +19,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_rows import draw_kept
 from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
 from npu_gr.train.generate.codes import ItemCodes, item_vectors
+from npu_gr.train.rank.factors import factorise
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import batch_loss
 from npu_gr.train.rank.options import TrainOptions
@@ -80,7 +81,12 @@ def fit(
     labels = make_labels(log, tasks)
     torch.manual_seed(options.seed)
     model = new_model(log, item_features, tasks, options, features, codes)
-    inputs = LogInputs(log, model)
+    folds = None
+    if model.config.has_factors:
+        served, folds = factorise(log, tasks, options.seed)
+        model.factors_of_items.copy_(torch.from_numpy(served.items))
+        model.factors_of_actions.copy_(torch.from_numpy(served.values))
+    inputs = LogInputs(log, model, folds)
     random = np.random.default_rng(options.seed)
     auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))  # one action: there is none to learn
     trainer = EpochTrainer(

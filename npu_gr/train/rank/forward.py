@@ -52,6 +52,7 @@ class EncodedHistories:
         """
         assert model.config.scaling == "constant"
         assert model.config.positions != "reverse"
+        assert model.config.num_user_tokens <= 1
         assert (histories.user is not None) == ("user" in model.features)
         self._model = model
         self._num_before = int(histories.user is not None)  # tokens before the first event

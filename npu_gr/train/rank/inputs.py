@@ -19,18 +19,19 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.segment import Segment
 from npu_gr.train.data import Batch, InteractionLog
 from npu_gr.train.rank.forward import HistoryBatch
-from npu_gr.train.rank.logged_cross import LoggedCross
+from npu_gr.train.rank.logged_cross import FoldFactors, LoggedCross
 
 
 class LogInputs:
     """The inputs of one schema over one log. A feature of the schema that the log lacks is missing everywhere."""
 
-    def __init__(self, log: InteractionLog, model: HSTU) -> None:
+    def __init__(self, log: InteractionLog, model: HSTU, folds: FoldFactors | None = None) -> None:
         """Encode the features of all users and events.
 
         Args:
             log: the events.
-            model: whose schema, actions and item features count; its weights do not.
+            model: whose schema, actions, item features and factors count; its weights do not.
+            folds: to train on, in the place of the model's factors.
 
         Raises:
             DataError: a value does not fit its feature; the message names the feature, the row and the limit.
@@ -38,7 +39,7 @@ class LogInputs:
         self.log = log
         self.max_events = model.config.max_history_tokens - bool(model.config.features_of("user"))
         self._encoders = {of: FeatureEncoder(model.config.features_of(of)) for of in OFS}
-        self._logged = LoggedCross(log, cross_features(model), self.max_events)
+        self._logged = LoggedCross(log, cross_features(model), self.max_events, folds)
         self._users = torch.from_numpy(log.users)
         every = np.arange(len(log.items))
         self._of_user = self._encoded("user", {}, log.num_users)

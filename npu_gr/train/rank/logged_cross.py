@@ -12,7 +12,9 @@ import numpy as np
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.feature_schema.computed import NEVER, Alike, CrossFeatures, ItemCodes
+from npu_gr.feature_schema.factors import MF_SCORE, ItemFactors, expected
 from npu_gr.train.data import Bools, InteractionLog
+from npu_gr.train.metrics import F64
 
 
 class _Runs(NamedTuple):
@@ -22,17 +24,31 @@ class _Runs(NamedTuple):
     places: I64  # [m] ascending: place of the key, and event
 
 
+class FoldFactors(NamedTuple):
+    """Factorisations of a log in which no user's events have shaped what the user's score is made of."""
+
+    folds: tuple[ItemFactors, ...]  # each of the users of all other folds
+    fold_of: I64  # [users]
+
+
 class LoggedCross:
     """The computed cross features of one model over one log."""
 
-    def __init__(self, log: InteractionLog, cross: CrossFeatures, max_events: int) -> None:
+    def __init__(
+        self, log: InteractionLog, cross: CrossFeatures, max_events: int, folds: FoldFactors | None = None
+    ) -> None:
         """Sort nothing yet.
 
         Args:
             log: with the users' histories.
             cross: the model's features.
             max_events: newest events of a history that are read, as in service.
+            folds: in the place of the model's factors, which know what its trained events were worth.
         """
+        if folds is None and cross.factors is not None:
+            folds = FoldFactors((cross.factors,), np.zeros(log.num_users, np.int64))
+        self._folds = folds
+        self._folded: F64 | None = None
         self._log = log
         self._cross = cross
         users = log.users
@@ -60,6 +76,9 @@ class LoggedCross:
         every = np.ones(len(log.action_values), np.bool_)
         columns = {}
         for name, rule, counts in self._cross.rules:
+            if rule.what == MF_SCORE:
+                columns[name] = self._mf_scores(events, candidates)
+                continue
             values, is_value = self._cross.values_of(rule.by, candidates)
             num_all, newest = self._before(rule.by, every, events, values)
             num_counted = num_all
@@ -77,6 +96,25 @@ class LoggedCross:
                 log.times[events][:, None],
             ).column(rule.what)
         return columns
+
+    def _mf_scores(self, events: I64, candidates: I64) -> F32:
+        assert self._folds is not None, "a model with the feature has factors"
+        if self._folded is None:
+            self._folded = np.concatenate([self._folded_in(user) for user in range(self._log.num_users)])
+        fold = self._folds.fold_of[self._users[events]]
+        items = np.empty((*candidates.shape, self._folded.shape[1]))
+        for place, factors in enumerate(self._folds.folds):
+            items[fold == place] = factors.rows(candidates[fold == place])
+        return expected(self._folded[events][:, None], items).astype(np.float32)
+
+    def _folded_in(self, user: int) -> F64:
+        """Fold a user in before each event: [the user's events, 1 + factors]."""
+        assert self._folds is not None
+        log = self._log
+        own = slice(int(log.starts[user]), int(log.starts[user + 1]))
+        factors = self._folds.folds[int(self._folds.fold_of[user])]
+        first = self._first[own] - own.start
+        return factors.users(log.items[own], log.actions[own], first, np.arange(len(first)))
 
     def _before(self, by: str, counts: Bools, events: I64, values: ItemCodes) -> tuple[I64, I64]:
         """Count the counted events with each value before each event [m, c, k], and find the time of the newest."""

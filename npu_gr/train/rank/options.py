@@ -46,7 +46,7 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     computed: Annotated[
         tuple[str, ...],
-        Meta(description="what is computed besides, e.g. [events, likes_by:genre, rate_by:genre, recency, hour]"),
+        Meta(description="what is computed besides, e.g. [events, rate_by:genre, recency, mf_score, hour]"),
     ] = ()
 
     budget_s: Annotated[

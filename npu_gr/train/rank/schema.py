@@ -21,11 +21,13 @@ import numpy as np
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.feature_schema.computed import ALL, BY, OF_TIME, CrossFeatures, ItemValueTable, read_rule
+from npu_gr.feature_schema.factors import MF_SCORE
 from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.columns import FeatureColumn
 from npu_gr.features.interactions import ItemValues
 from npu_gr.train.data import Bools, InteractionLog
 from npu_gr.train.metrics import F64
+from npu_gr.train.rank.factors import deviation
 from npu_gr.train.rank.logged_cross import LoggedCross
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.tasks import Task, positives
@@ -162,6 +164,8 @@ def _computed(text: str, log: InteractionLog, tasks: Sequence[Task]) -> Feature:
     except ValueError as error:
         also = ", ".join((_LIKES, *OF_TIME))
         raise ConfigError(f"train: {error}; or one of {also}") from error
+    if rule.what == MF_SCORE:
+        return Feature(name=text, of="cross", kind="number", computed=text, scale=deviation(log, tasks))
     actions: tuple[str, ...] = ()
     if what == _LIKES or rule.what == "rate":
         liking = next((task for task in tasks if not task.is_next_item), None)
@@ -178,7 +182,7 @@ def _with_borders(
 ) -> list[Feature]:
     """Give computed numbers the buckets of the trained events' own items."""
     cross = CrossFeatures(
-        [feature for feature in computed if feature.of == "cross"],
+        [feature for feature in computed if feature.of == "cross" and feature.computed != MF_SCORE],
         log.names_of_actions,
         item_tables(log, item_features),
     )
@@ -186,6 +190,6 @@ def _with_borders(
     columns = LoggedCross(log, cross, max_events).columns(own, log.items[own, None]) if cross.rules else {}
     found = []
     for feature in computed:
-        numbers = columns.get(feature.name, np.empty(0, np.float32)).ravel()
-        found.append(number_feature(feature, numbers[~np.isnan(numbers)]) if feature.of == "cross" else feature)
+        numbers = columns[feature.name].ravel() if feature.name in columns else None
+        found.append(feature if numbers is None else number_feature(feature, numbers[~np.isnan(numbers)]))
     return found

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from npu_gr.feature_schema.factors import MF_SCORE
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.fit import Fitted, GivesUp
 from npu_gr.train.rank.options import TrainOptions
@@ -38,8 +39,15 @@ class SearchedOptions:
     changes: dict[str, Any]  # option -> value, where it is not what was asked for
 
 
-def changes(options: TrainOptions) -> Iterator[dict[str, Any]]:
-    """List what may be changed, the most telling first: each is tried alone, on the best settings so far."""
+def changes(options: TrainOptions, *, has_likes: bool = False) -> Iterator[dict[str, Any]]:
+    """List what may be changed, the most telling first: each is tried alone, on the best settings so far.
+
+    Args:
+        options: what was asked for.
+        has_likes: whether a task says which events are likes, so that they can be factorised.
+    """
+    if has_likes and MF_SCORE not in options.computed:
+        yield {"computed": (*options.computed, MF_SCORE)}
     yield {"dropout": options.dropout / 2}
     yield {"item_weight_decay": options.item_weight_decay * 4}
     yield {"window_tokens": max(2, options.window_tokens // 2)}
@@ -59,6 +67,8 @@ def search(
     train: Train,
     judge: Callable[[Fitted], F64],
     now: Callable[[], float] = time.monotonic,
+    *,
+    has_likes: bool = False,
 ) -> SearchedOptions:
     """Search for `options.budget_s` seconds. The first trial is never given up, however long it takes.
 
@@ -67,6 +77,7 @@ def search(
         train: trains a trial; ends it where `gives_up` of (share of the epochs, likelihood) says so.
         judge: log-probability of each of the validation's events under a trial.
         now: seconds of a clock.
+        has_likes: as of `changes`.
 
     Raises:
         DataError, ConfigError: as `train`.
@@ -78,7 +89,7 @@ def search(
     likelihood = judge(fitted)
     kept: dict[str, Any] = {}
     num_trials = 1
-    for change in changes(options):
+    for change in changes(options, has_likes=has_likes):
         tried = msgspec.structs.replace(best, **change)
         if tried == best:
             continue

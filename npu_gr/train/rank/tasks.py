@@ -159,6 +159,19 @@ def positives(log: InteractionLog, task: Task) -> Bools:
     return found
 
 
+def liking_values(log: InteractionLog, task: Task) -> tuple[float, ...]:
+    """Say what each action of a log is worth to a binary task: its value; of event types, 1 for a positive.
+
+    Raises:
+        ConfigError: the task names an action that the log lacks.
+    """
+    if not task.actions:
+        return log.action_values
+    worth = np.zeros(len(log.action_values))
+    worth[np.unique(log.actions[positives(log, task)])] = 1.0
+    return tuple(worth.tolist())
+
+
 def _task_name(action: str) -> str:
     """Name the task of an event type; the next item's task has its name already."""
     return action if action != CLICK.name else f"{action} event"

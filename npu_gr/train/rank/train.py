@@ -2,7 +2,8 @@
 
     validation   the last trained event of each user, of a large log of some users. Nothing is trained on it: it ends
                  the training at the epoch that makes it most likely, and fits the four weights of the order
-    evaluation   the events that `split` keeps, beside the baselines
+    evaluation   the events that `split` keeps, beside the baselines; the transitions are counted anew of all other
+                 events, the validation's among them, as the baselines count them
     refit        the model that is served is trained anew on all events, with the same settings, as many epochs and the
                  same weights of the order; the transitions are counted anew. What is measured is the model of the older
                  events; nothing is left to measure the served one on
@@ -34,7 +35,7 @@ from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.search import SearchedOptions, search
-from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, make_labels
+from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, liking_values, make_labels
 from npu_gr.train.rank.validation import event_likelihood
 from npu_gr.train.steps import TrainingProgress
 
@@ -88,8 +89,6 @@ def train_rank(
     if options.budget_s and not held_out.targets:
         raise ConfigError("budget_s: no user has two trained events and a next item to predict: nothing to search on")
 
-    features = choose_features(held_out.log, item_features, chosen.tasks, options)
-
     def train(tried: TrainOptions, stage: str, gives_up: GivesUp) -> Fitted:
         return fit(
             held_out.log,
@@ -101,16 +100,19 @@ def train_rank(
             progress,
             gives_up=gives_up,
             codes=None if codes is None else codes.evaluated,
-            features=features,
+            features=choose_features(held_out.log, item_features, chosen.tasks, tried),
         )
 
     def judge(found: Fitted) -> F64:
         return event_likelihood(LogInputs(log, found.model), found.model, held_out.targets, labels)
 
-    searched = search(options, train, judge)
+    searched = search(options, train, judge, has_likes=any(not task.is_next_item for task in chosen.tasks))
     fitted = searched.fitted
     counted = None if click is None else count_transitions(held_out.log, click)
     order = None if counted is None else _fit_order(fitted, counted, held_out, options)
+    if counted is not None:  # as the baselines, which choose on the validation and then count it
+        counted = count_transitions(log, counted.task)
+        order = None if order is None else replace(counted, weights=order.weights)
     num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
     evaluation = _evaluate(searched, order, counted, log, held_out, chosen, num_served, options, progress)
     checkpoint = Checkpoint(
@@ -135,7 +137,7 @@ def train_rank(
             progress,
             fitted.num_epochs,
             codes=None if codes is None else codes.served,
-            features=choose_features(everything, item_features, chosen.tasks, options),
+            features=choose_features(everything, item_features, chosen.tasks, searched.options),
         )
         if order is not None:
             order = replace(count_transitions(everything, order.task), weights=order.weights)
@@ -184,8 +186,8 @@ def _evaluate(
     first = labels.served_tasks[0] if labels.served_tasks else None
     likes = labels.served[:, 0].numpy() > 0 if first is not None else np.zeros(len(log.items), np.bool_)
     valued = log
-    if first is not None and chosen.tasks[first].actions:  # an index is no value; being a positive is
-        valued = replace(log, action_values=(0.0, 1.0), action_names=(), actions=likes.astype(np.int64))
+    if first is not None:  # an event type's index is no value; being a positive is
+        valued = replace(log, action_values=liking_values(log, chosen.tasks[first]), action_names=())
     simple = fit_baselines(log, options.split, options.seed)
     baselines = [*simple.fitted, Means(valued), MatrixFactorisation(valued, options.seed)]
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
@@ -223,6 +225,10 @@ def _in_words(searched: SearchedOptions, order: Order | None, num_users: int) ->
         return f"trained for all of {searched.options.epochs} epochs: there is no validation"
     weights = ", ".join(f"{name} {weight:.2f}" for name, weight in order.weights.items())
     epochs = f"epoch {searched.fitted.num_epochs} of {searched.options.epochs} is the best"
-    changed = ", ".join(f"{name}={value:g}" for name, value in searched.changes.items()) or "what was asked for"
+    changed = ", ".join(f"{name}={_plain(value)}" for name, value in searched.changes.items()) or "what was asked for"
     tried = f"; of {searched.num_trials} settings tried: {changed}" if searched.options.budget_s else ""
     return f"on the last trained event of {num_users:,} users: {epochs}{tried}; order: {weights}"
+
+
+def _plain(value: float | tuple[str, ...]) -> str:
+    return f"[{', '.join(value)}]" if isinstance(value, tuple) else f"{value:g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from npu_gr.feature_schema.encode import encode
+from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.imported.converted import Converted, GivenNames
 from npu_gr.model.imported.families import FAMILIES
 from npu_gr.model.imported.source import ForeignCheckpoint
+from npu_gr.model.imported.text_message import parse_text
+from npu_gr.model.imported.torcheasyrec_files import PIPELINE
 from npu_gr.model.segment import Segment
 from tests.models import CPU
 
@@ -43,8 +48,22 @@ def made(family: str, weights: dict[str, Tensor], settings: dict[str, Any]) -> C
     return converted
 
 
-def scores(model: HSTU, items: Tensor, actions: Tensor, times: Tensor, candidates: Tensor, at: int) -> Tensor:
-    segment = Segment(items=items, actions=actions, times=times, candidates=candidates, candidate_time=at)
+def scores(
+    model: HSTU,
+    items: Tensor,
+    actions: Tensor,
+    times: Tensor,
+    candidates: Tensor,
+    at: int,
+    context: Mapping[str, object] | None = None,
+) -> Tensor:
+    """Score one user's candidates; `context` are values of the user's features."""
+    user = None
+    if context is not None:
+        columns = {name: [value] for name, value in context.items()}
+        user = FeatureValues.of(encode(model.config.features_of("user"), columns, 1))
+    times = torch.cat([times[:1].expand(model.config.num_user_tokens), times])
+    segment = Segment(items=items, actions=actions, times=times, candidates=candidates, candidate_time=at, user=user)
     found: Tensor = model(CPU, [segment])[0]
     return found
 
@@ -96,4 +115,60 @@ def test_dlrmv3(name: str) -> None:
     for user, n in enumerate(known["in.lengths"].tolist()):
         items, actions, times = (known[f"in.{key}"][user] for key in ("items", "actions", "times"))
         got = scores(model, items[:n], actions[:n], times[:n], known["in.candidates"], int(times[n]))
+        assert drift(got, known["out.logits"][user]) < 1e-5
+
+
+CONTEXT = {"contextual_feature_to_max_length": {"user_id": 1, "age": 1}}
+
+
+def test_contextual_features_of_dlrmv3() -> None:
+    """Two tokens in front of the history, causal in this project; positions count the others from the candidates."""
+    weights, known = fixture("dlrm_context")
+    model = made("dlrmv3", weights, DLRM | CONTEXT).model
+    assert (model.config.num_user_tokens, model.config.context) == (2, "causal")
+    for user, n in enumerate(known["in.lengths"].tolist()):
+        items, actions, times = (known[f"in.{key}"][user] for key in ("items", "actions", "times"))
+        context = dict(zip(("user_id", "age"), known["in.context"][user].tolist(), strict=True))
+        got = scores(model, items[:n], actions[:n], times[:n], known["in.candidates"], int(times[n]), context)
+        assert drift(got, known["out.logits"][user]) < 1e-5
+
+
+@pytest.mark.parametrize("context", ["causal", "full"])
+def test_contextual_features_of_recsys_examples(context: str) -> None:
+    """By an MLP of their own; they see the whole history, or with `disable_contextual_mask` what is before them."""
+    weights, known = fixture("recsys_context" if context == "causal" else "recsys_context_full")
+    more = {
+        "NetworkArgs.contextual_embedding_dim": 10, "NetworkArgs.disable_contextual_mask": context == "causal",
+        "contextual_feature_names": ["user_id", "age"],
+    }  # fmt: skip
+    model = made("recsys-examples", weights, RECSYS | {"DatasetArgs.max_history_seqlen": 14} | more).model
+    assert model.config.context == context
+    for user, n in enumerate(known["in.lengths"].tolist()):
+        items = known["in.items"][user, :n].repeat_interleave(2)
+        actions = known["in.actions"][user, :n].repeat_interleave(2)
+        actions[::2] = -1
+        values = dict(zip(("user_id", "age"), known["in.context"][user].tolist(), strict=True))
+        got = scores(model, items, actions, torch.zeros_like(items), known["in.candidates"], 0, values)
+        assert drift(got, known["out.logits"][user]) < 1e-5
+
+
+def pipeline(name: str) -> dict[str, Any]:
+    return {PIPELINE: parse_text((DATA / f"{name}.config").read_text())}
+
+
+@pytest.mark.parametrize("name", ["torcheasyrec", "torcheasyrec_causal", "torcheasyrec_concat"])
+def test_torcheasyrec(name: str) -> None:
+    """As its stock configuration; with causal context, behaviours of two tokens and no times; with one user's token."""
+    weights, known = fixture(name)
+    model = made("torcheasyrec", weights, pipeline(name)).model
+    city = [None, "elsewhere", "oslo", "rome", "lima"]  # of a vocabulary: the default and the unknown come first
+    for user, n in enumerate(known["in.lengths"].tolist()):
+        items, actions, times = (known[f"in.{key}"][user] for key in ("items", "actions", "times"))
+        items, actions, seen = items[:n], actions[:n], times[:n]
+        if model.config.is_interleaved:
+            items, seen = items.repeat_interleave(2), seen.repeat_interleave(2)
+            actions = torch.stack([torch.full_like(actions, -1), actions], 1).flatten()
+        user_id, age, place = known["in.context"][user].tolist()
+        context = {"user_id": None if user == 2 else user_id, "age": age, "city": city[place]}
+        got = scores(model, items, actions, seen, known["in.candidates"], int(times[n]), context)
         assert drift(got, known["out.logits"][user]) < 1e-5

@@ -12,16 +12,22 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.model.config import inexact_fields
 from npu_gr.model.imported.converted import GivenNames, per_head_to_kind
 from npu_gr.model.imported.families import FAMILIES, convert
 from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
-from tests.model.imported.test_parity import DLRM, RECSYS, RESEARCH, fixture
+from npu_gr.model.imported.text_message import Message, parse_text
+from tests.model.imported.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture, pipeline
 
 FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "generative-recommenders": ("research", RESEARCH["research"]),
     "recsys-examples": ("recsys_fused", RECSYS),
     "dlrmv3": ("dlrm", DLRM),
+    "torcheasyrec": ("torcheasyrec", pipeline("torcheasyrec")),
 }
+EASYREC = "model_config.dlrm_hstu."
+QUERY = '  features { raw_feature { feature_name: "query'
+CONTENT = f"{EASYREC}hstu.input_preprocessor.contextual_preprocessor."
 
 
 @pytest.mark.parametrize(
@@ -40,11 +46,24 @@ FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         ("recsys-examples", "RankingArgs.prediction_head_arch", [8, 8, 3]),
         ("recsys-examples", "RankingArgs.num_tasks", 1),
         ("recsys-examples", "RankingArgs.prediction_head_act_type", "tanh"),
+        ("torcheasyrec", f"{EASYREC}hstu.stu.sla_k1", 64),
+        ("torcheasyrec", f"{EASYREC}hstu.stu.max_attn_len", 64),
+        ("torcheasyrec", f"{EASYREC}hstu.stu.contextual_seq_len", 2),
+        ("torcheasyrec", f"{EASYREC}hstu.stu.something_new", 2),
+        ("torcheasyrec", f"{EASYREC}hstu.attn_truncation_tail_len", 8),
+        ("torcheasyrec", f"{EASYREC}hstu.positional_encoder.time_bucket_fn", "linear"),
+        ("torcheasyrec", f"{EASYREC}fusion_mtl_tower.mlp", Message({"hidden_units": [8, 8]})),
+        ("torcheasyrec", f"{CONTENT}content_mlp", Message({"parameterized_mlp": [Message()]})),
+        ("torcheasyrec", f"{CONTENT}action_mlp", Message({"parameterized_mlp": [Message()]})),
+        ("torcheasyrec", f"{CONTENT}content_encoder", Message({"pad_content_encoder": [Message()]})),
+        ("torcheasyrec", "model_config.ultra_hstu", Message()),
+        ("torcheasyrec", "model_config.hstu_match", Message()),
     ],
 )
 def test_a_setting_that_does_not_convert_is_named(family: str, setting: str, value: object) -> None:
     name, settings = FIXTURES[family]
-    with pytest.raises(CheckpointError, match=setting.replace(".", r"\.")):
+    told = setting.rpartition(".")[2] if family == "torcheasyrec" else setting.replace(".", r"\.")
+    with pytest.raises(CheckpointError, match=told):
         FAMILIES[family](ForeignCheckpoint("it", fixture(name)[0], settings | {setting: value}), GivenNames())
 
 
@@ -65,11 +84,16 @@ def test_every_tensor_counts(family: str) -> None:
         FAMILIES[family](ForeignCheckpoint("it", spoilt, settings), GivenNames())
 
 
-def test_a_contextual_feature_is_named() -> None:
-    table = "_embedding_collection._data_parallel_embedding_collection.embeddings.user_id.weight"
-    weights = fixture("recsys_fused")[0] | {table: torch.zeros(3, 16)}
-    with pytest.raises(CheckpointError, match="contextual feature user_id"):
-        FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights, RECSYS), GivenNames())
+def test_the_order_of_contextual_features_is_asked_for() -> None:
+    tables = "_embedding_collection._data_parallel_embedding_collection.embeddings."
+    context = {f"{tables}{name}.weight": torch.zeros(3, 16) for name in ("user_id", "age")}
+    weights = fixture("recsys_fused")[0]
+    with pytest.raises(CheckpointError, match="age, user_id: pass --set contextual_feature_names"):
+        FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights | context, RECSYS), GivenNames())
+    context[f"{tables}age.weight"] = torch.zeros(3, 15)
+    named = RECSYS | {"contextual_feature_names": ["user_id", "age"]}
+    with pytest.raises(CheckpointError, match=r"\[16, 15\] wide"):
+        FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights | context, named), GivenNames())
 
 
 def test_actions_of_dlrmv3_are_sets_of_bits() -> None:
@@ -78,9 +102,15 @@ def test_actions_of_dlrmv3_are_sets_of_bits() -> None:
         weights = fixture("dlrm")[0] | {key: torch.tensor(spoilt, dtype=torch.int64)}
         with pytest.raises(CheckpointError, match=r"action_weights|action encoder"):
             FAMILIES["dlrmv3"](ForeignCheckpoint("it", weights, DLRM), GivenNames())
-    context = "_hstu_transducer._input_preprocessor._batched_contextual_linear_weights"
-    with pytest.raises(CheckpointError, match="contextual features"):
-        FAMILIES["dlrmv3"](ForeignCheckpoint("it", fixture("dlrm")[0] | {context: torch.ones(1)}, DLRM), GivenNames())
+    weights, _ = fixture("dlrm_context")
+    lengths = {"contextual_feature_to_max_length": {"user_id": 1, "age": 1}}
+    for settings, told in (
+        ({}, "2 tokens of them and no names"),
+        ({"contextual_feature_to_max_length": {"user_id": 2, "age": 1}}, "a token each"),
+        (lengths | {"contextual_feature_to_min_uih_length": {"age": 20}}, "number of candidates"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            FAMILIES["dlrmv3"](ForeignCheckpoint("it", weights, DLRM | settings), GivenNames())
 
 
 def test_names_must_fit() -> None:
@@ -154,3 +184,62 @@ def test_weights_are_found_and_read(tmp_path: Path) -> None:
     torch.save({"a": Path("x")}, tmp_path / "other.pt")  # an object: not read
     with pytest.raises(CheckpointError, match=r"other\.pt"):
         read_tensors(tmp_path)
+
+
+def test_a_run_of_torcheasyrec_is_read_where_its_trainer_leaves_it(tmp_path: Path) -> None:
+    """The newest step's `model` folder, and `pipeline.config` beside the steps."""
+    weights, _ = fixture("torcheasyrec_causal")
+    with pytest.raises(CheckpointError, match=r"no pipeline\.config"):
+        convert("torcheasyrec", tmp_path, GivenNames(), is_trusted=True)
+    (tmp_path / "pipeline.config").write_text((DATA / "torcheasyrec_causal.config").read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one process
+        for step, state in ((90, {"old": torch.zeros(1)}), (100, weights)):
+            dcp_save(state, checkpoint_id=tmp_path / f"model.ckpt-{step}/model", no_dist=True)
+        dcp_save({"moments": torch.zeros(1)}, checkpoint_id=tmp_path / "model.ckpt-100/optimizer", no_dist=True)
+    for folder in (tmp_path, tmp_path / "model.ckpt-100"):
+        made = convert("torcheasyrec", folder, GivenNames(), is_trusted=True)
+        assert inexact_fields(made.model.config) == [], "with causal context it is served with a prefix cache"
+    longer = {"model_config.dlrm_hstu.max_seq_len": 20}
+    assert convert("torcheasyrec", tmp_path, GivenNames(), longer, is_trusted=True).model.config.scaling_seqlen == 20
+    (tmp_path / "pipeline.config").write_text("model_config {\n  dlrm_hstu {")
+    with pytest.raises(CheckpointError, match="line 2: a name was expected"):
+        convert("torcheasyrec", tmp_path, GivenNames(), is_trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (('feature_names: "uih_seq__video_id"', 'feature_names: ["uih_seq__video_id", "x"]'), "group uih has"),
+        (('group_name: "contextual"', 'group_name: "more"'), "feature group more"),
+        (("group_type: DEEP", "group_type: SEQUENCE"), "contextual: only of group_type DEEP"),
+        (('feature_name: "age"', 'feature_name: "age" zch {}'), "feature age: id_feature, zch"),
+        (('id_feature { feature_name: "age"', 'raw_feature { feature_name: "age"'), "feature age: raw_feature"),
+        (('vocab_list: ["oslo", ', "vocab_list: ["), "city: 2 values, and a table of 5 rows"),
+        (('"video_id_emb" embedding_dim: 6 num_buckets: 20 } }\n' + QUERY,
+          '"other" embedding_dim: 6 num_buckets: 20 } }\n' + QUERY), "different tables"),
+        (('task_name: "like" label_name: "cand_seq__action_weight" num_class: 2',
+          'task_name: "like" label_name: "cand_seq__action_weight" num_class: 3'), "num_class = 3|shape"),
+    ],
+)  # fmt: skip
+def test_a_feature_that_does_not_convert_is_named(change: tuple[str, str], told: str) -> None:
+    text = (DATA / "torcheasyrec.config").read_text()
+    assert change[0] in text
+    settings = {"pipeline": parse_text(text.replace(*change))}
+    with pytest.raises(CheckpointError, match=told):
+        FAMILIES["torcheasyrec"](ForeignCheckpoint("it", fixture("torcheasyrec")[0], settings), GivenNames())
+
+
+def test_text_messages_are_read() -> None:
+    text = """a: 1 a: [2, 3] # a comment
+    b < c: 'x' "y" > ; d { e: true, f: -1.5e-3 } d: { f: NAME }"""
+    read = parse_text(text)
+    assert (read.many("a"), read.one("a"), read.message("b").one("c")) == ([1, 2, 3], 3, "xy")
+    assert [(one.one("e"), one.one("f")) for one in read.many("d")] == [(True, -0.0015), (None, "NAME")]
+    assert read.message("none").many("at all") == []
+    read.put("b.c", [5, 6])
+    read.put("x.y", 7)
+    assert (read.message("b").many("c"), read.message("x").one("y")) == ([5, 6], 7)
+    for spoilt in ("a {", "a: [1", "a 1", "}", 'a: "x', "a:", ": 1", "a: }", "a { " * 99):
+        with pytest.raises(ValueError, match="line 1: "):
+            parse_text(spoilt)

@@ -41,13 +41,18 @@ class Gateway:
         async with self.http.post(f"{self.url}/v1/{path}", data=body, headers=given) as answer:
             return answer.status, await answer.json(content_type=None), answer.headers
 
+    def chosen(self, instance: str) -> str:
+        """What the picker chose for the last request at an instance; empty: nobody picked."""
+        fake = next(fake for fake in self.fakes if fake.name == instance)
+        return fake.seen[-1].headers.get("x-gateway-destination-endpoint", "")
+
     @asynccontextmanager
     async def picker(self) -> AsyncIterator[Router]:
         """The router runs, and Envoy has seen it."""
         async with listening(self.config) as (router, _, _):
             self.router = router
             async with asyncio.timeout(20):
-                while "X-NpuGr-Instance" not in (await self.post("rank", "warm-up"))[2]:  # noqa: ASYNC110
+                while not self.chosen((await self.post("rank", "warm-up"))[1]["instance"]):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             yield router
         self.router = None
@@ -107,8 +112,22 @@ async def test_envoy_goes_where_the_ring_says_and_without_a_picker_nobody_gets_a
                 status, ranked, _ = await g.post("rank", user)
                 assert (status, ranked["instance"], ranked["hit"]) == (200, signalled["instance"], True)
             assert {fake.name for fake in g.fakes if fake.prefixes} == {"i0", "i1", "i2"}, "every one has users"
-            seen = g.fakes[0].seen[-1].headers["x-gateway-destination-endpoint"]
-            assert seen.startswith(f"127.0.0.1:{g.fakes[0].port},"), "a rank has a second endpoint"
+            assert g.chosen("i0").startswith(f"127.0.0.1:{g.fakes[0].port},"), "a rank has a second endpoint"
+            counted = router.metrics.requests
+            await until(lambda: counted.value(kind="signal") == len(USERS))
+            assert counted.value(kind="signal", status="0") == len(USERS), "no answer was waited for"
+
+            # a request counts as in flight until its answer is there, though nobody is asked about the answer
+            owner = router.members.instances[g.owner("slow")]
+            for fake in g.fakes:
+                fake.delay_s = 0.2
+            slow = asyncio.create_task(g.post("rank", "slow"))
+            await until(lambda: owner.in_flight == 1)
+            await slow
+            await until(lambda: owner.in_flight == 0)
+            assert owner.rank_times_s[-1] > 0.2
+            for fake in g.fakes:
+                fake.delay_s = 0.0
 
             # where the header is missing, the body says whose it is: the same place, and the body arrives whole
             filler = "x" * 300_000
@@ -150,6 +169,11 @@ async def test_envoy_goes_where_the_ring_says_and_without_a_picker_nobody_gets_a
             status, ranked, headers = await g.post("rank", user)
             assert (status, ranked["instance"]) == (200, headers["X-NpuGr-Instance"])
             assert ranked["instance"] != "i1"
+            # a signal's answer names who took it, and its rank goes there
+            status, signalled, headers = await g.post("signal", user)
+            assert (status, headers["X-NpuGr-Placement"].partition("@")[0]) == (202, signalled["instance"])
+            _, ranked, _ = await g.post("rank", user, X_NpuGr_Placement=headers["X-NpuGr-Placement"])
+            assert (ranked["instance"], ranked["hit"]) == (signalled["instance"], True)
             await g.fakes[1].start()
 
         # no picker: Envoy's own hash, one place for each user, no error; the instance that was gone comes back
@@ -161,7 +185,8 @@ async def test_envoy_goes_where_the_ring_says_and_without_a_picker_nobody_gets_a
         for user in USERS:
             status, ranked, headers = await g.post("rank", user)
             assert (status, ranked["hit"], ranked["instance"]) == (200, True, first[user])
-            assert "X-NpuGr-Instance" not in headers, "nobody picked"
+            assert headers["X-NpuGr-Instance"] == ranked["instance"]
+            assert not g.chosen(ranked["instance"]), "nobody picked"
 
         # and one that comes back is asked again
         async with g.picker(), asyncio.timeout(20):

@@ -182,11 +182,10 @@ async def test_clients_that_retry_at_once_are_paused_and_read_when_there_is_room
         raws = [await at.connect() for _ in range(8)]
         at.service.door._lanes["rank"].pace.seconds = 1.0  # so nobody who comes while it is full can be in time
         with await at.service.fill():
-            for _ in range(3):
+            while not len(at.entrance.pacer):  # on a busy machine an answer may come too late to be one of a retry
                 for raw in raws:
                     raw.send(WHOLE)
                 await asyncio.gather(*(raw.answer() for raw in raws))
-            await until(lambda: len(at.entrance.pacer) > 0)
             for raw in raws:
                 raw.send(WHOLE)
         for raw in raws:

@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from npu_gr.feature_schema.factors import PENALTY
 from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means, Popularity
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.rank.evaluate import evaluate_baseline
@@ -56,9 +57,9 @@ def test_folding_in_the_training_history_solves_the_user_it_was_fitted_with(log:
     factors = MatrixFactorisation(log)
     part = slice(log.starts[3], log.starts[3] + log.num_trained[3])
     rows = factors._fold_in(log.items[part], log.values[part])
-    seen = factors._items[log.items[part]]
+    seen = factors.items[log.items[part]]
     design = np.concatenate([np.ones((len(seen), 1)), seen[:, 1:]], axis=1)
-    residual = log.values[part] - factors._mean - seen[:, 0]
-    want = np.linalg.solve(design.T @ design + factors._ridge, design.T @ residual)
+    residual = log.values[part] - factors.mean - seen[:, 0]
+    want = np.linalg.solve(design.T @ design + PENALTY, design.T @ residual)
     np.testing.assert_allclose(rows[-1], want, atol=1e-8)
     np.testing.assert_array_equal(rows[0], 0)

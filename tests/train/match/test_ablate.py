@@ -80,7 +80,7 @@ def test_the_table_and_the_plot_show_every_arm(tmp_path: Path) -> None:
 
 def test_cold_users_are_asked_for_once_and_by_every_way(tmp_path: Path) -> None:
     both = domains(tmp_path)
-    plan = PLAN._replace(arms=(POPULARITY,), densities=(1.0,), seeds=(0,), cold=True)
+    plan = PLAN._replace(arms=(POPULARITY,), densities=(1.0,), cold=True)
     runs = ablate(both, plan, tmp_path / "runs")
     cold = {run.arm: run for run in runs if run.arm.startswith("cold users: ")}
     assert list(cold) == [f"cold users: {way}" for way in WAYS]
@@ -89,7 +89,12 @@ def test_cold_users_are_asked_for_once_and_by_every_way(tmp_path: Path) -> None:
     # The taste is the source's: who knows it beats popularity.
     assert cold["cold users: joint SVD"].hit_50 > cold["cold users: popularity"].hit_50 + 0.1
     assert ablate(both, plan, tmp_path / "runs") == runs
-    assert "| cold users: export | 1 |" in markdown(tmp_path / "runs", runs)
+    assert "| cold users: export | 2 |" in markdown(tmp_path / "runs", runs)
+    # Another seed has other folds, and the same users in the same order.
+    popular = [run for run in runs if run.arm == "cold users: popularity"]
+    one, other = (np.load(tmp_path / "runs" / f"{run.key}.npz")["full"] for run in popular)
+    assert [run.seed for run in popular] == [0, 1]
+    assert np.corrcoef(one, other)[0, 1] > 0.4
 
 
 def test_the_interval_knows_a_difference_from_noise() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,8 +23,10 @@ from npu_gr.model.computed_features import cross_features
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.segment import Segment
+from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.factors import factorise
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
@@ -37,7 +40,8 @@ from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
 
 GENRES = [ItemValues("genre", ["a", "b", "c"], {item * 10: [item % 3, 2][: 1 + item % 2] for item in range(NUM_ITEMS)})]
-COMPUTED = ("events", "share_by:genre", "likes_by:genre", "rate_by:genre", "recency_by:genre", "hour", "weekday")
+OF_HISTORIES = ("events", "share_by:genre", "likes_by:genre", "rate_by:genre", "recency_by:genre", "mf_score")
+COMPUTED = (*OF_HISTORIES, "hour", "weekday")
 OPTIONS = TrainOptions(
     split="leave-one-out",
     dim=16,
@@ -92,6 +96,9 @@ def model_of(
     found = choose_features(log, GENRES, (CLICK, LIKE), options)
     torch.manual_seed(0)
     model = new_model(log, GENRES, (CLICK, LIKE), options, found)
+    if model.config.has_factors:
+        model.factors_of_items.normal_()
+        model.factors_of_actions.copy_(torch.tensor([-1.5, 2.5]))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -195,7 +202,7 @@ def test_candidates_that_were_not_shown_have_what_is_computed_and_nothing_else()
         )
         want = encode(model.config.features_of("cross"), columns, 3)
         assert np.array_equal(found.codes[row].numpy(), want.codes)
-        assert np.array_equal(found.numbers[row].numpy(), want.numbers)
+        np.testing.assert_allclose(found.numbers[row].numpy(), want.numbers, atol=1e-6)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -253,10 +260,54 @@ def test_a_training_reads_columns_and_learns_from_them() -> None:
     assert [feature.name for feature in checkpoint.model.config.features] == ["mood", "hour"]
 
 
+def test_what_a_user_did_does_not_shape_the_factors_of_its_own_training() -> None:
+    log = build_log(planted(9), [], "leave-one-out")
+    plain, before = factorise(log, (CLICK, LIKE), 0)
+    for user in (0, 4, 8):
+        own = log.users == user
+        changed = dataclasses.replace(log, actions=np.where(own, 1 - log.actions, log.actions))
+        served, after = factorise(changed, (CLICK, LIKE), 0)
+        fold = before.fold_of[user]
+        assert np.array_equal(before.folds[fold].items, after.folds[fold].items)
+        assert not np.array_equal(served.items, plain.items)
+    assert sorted(np.bincount(before.fold_of).tolist()) == [2, 2, 2, 3]
+
+
+def test_training_reads_the_factors_of_the_folds_and_service_those_of_the_model() -> None:
+    log = build_log(planted(9), GENRES, "leave-one-out")
+    model = model_of(log, features=())
+    served, folds = factorise(log, (CLICK, LIKE), 0)
+    model.factors_of_items.copy_(torch.from_numpy(served.items))
+    model.factors_of_actions.copy_(torch.from_numpy(served.values))
+    cross = cross_features(model)
+    events, candidates = np.arange(len(log.items)), np.tile(np.arange(4), (len(log.items), 1))
+    of_folds = LoggedCross(log, cross, 20, folds).columns(events, candidates)["mf_score"]
+    for event in range(0, len(log.items), 7):
+        user = log.users[event]
+        history = slice(max(int(log.starts[user]), event - 20), event)
+        want = folds.folds[folds.fold_of[user]].scores(log.items[history], log.actions[history], candidates[event])
+        np.testing.assert_allclose(of_folds[event], want, atol=1e-6)
+    of_model = LoggedCross(log, cross, 20).columns(events, candidates)["mf_score"]
+    assert not np.allclose(of_folds, of_model)
+
+
+def test_factors_keep_their_precision_in_a_checkpoint(tmp_path: Path) -> None:
+    log = build_log(planted(3), GENRES, "leave-one-out")
+    model = model_of(log, features=())
+    kept = model.factors_of_items.clone()
+    half = model.cast(torch.bfloat16)
+    save(Checkpoint(model=half, item_ids=log.item_ids, name="x", action_values=log.action_values), tmp_path)
+    loaded = load(tmp_path).model
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded.factors_of_items, kept)
+
+
 def test_a_training_with_every_feature_repeats_bit_for_bit() -> None:
     log = with_columns(planted(20))
     one, other = (train_rank(log, GENRES, OPTIONS)[0].model.state_dict() for _ in range(2))
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert one["factors_of_items"].abs().max() > 0
+    assert one["factors_of_actions"].tolist() == pytest.approx([-2.0, 2.0], abs=0.5)  # values 1 and 5
 
 
 def test_columns_become_features_by_what_the_trained_part_holds() -> None:
@@ -316,8 +367,9 @@ def test_what_cannot_be_computed_is_named(computed: tuple[str, ...], message: st
 
 
 def test_likes_need_a_task_that_says_which() -> None:
-    with pytest.raises(ConfigError, match="no task says which events are likes"):
-        choose_features(build_log(planted(4), [], "time"), [], (CLICK,), TrainOptions(computed=("likes",)))
+    for name in ("likes", "mf_score"):
+        with pytest.raises(ConfigError, match=f"computed {name}: no task says which events are likes"):
+            choose_features(build_log(planted(4), [], "time"), [], (CLICK,), TrainOptions(computed=(name,)))
 
 
 def test_a_column_without_a_value_and_one_that_does_not_fit_are_named() -> None:

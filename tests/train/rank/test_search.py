@@ -59,6 +59,16 @@ def test_without_a_budget_what_was_asked_for_is_trained_alone() -> None:
     assert (found.num_trials, found.changes, len(trainings.tried)) == (1, {}, 1)
 
 
+def test_matrix_factorisation_is_an_input_where_the_validation_prefers_it() -> None:
+    for gain, want in ((0.5, {"computed": ("hour", "mf_score")}), (-0.5, {})):
+        trainings = Trainings(lambda options, gain=gain: gain * ("mf_score" in options.computed))  # type: ignore[misc]
+        asked = msgspec.structs.replace(ASKED, budget_s=15.0, computed=("hour",))
+        found = search(asked, trainings.train, trainings.judge, lambda of=trainings: of.clock, has_likes=True)  # type: ignore[misc]
+        assert found.changes == want
+        assert trainings.tried[1].computed == ("hour", "mf_score")
+    assert not any("computed" in change for change in changes(ASKED))
+
+
 def test_what_is_better_stays_and_the_rest_is_tried_on_it() -> None:
     trainings = Trainings(lambda options: 0.1 * (options.dropout < 0.2) + 0.1 * (options.window_tokens == 60))
     found = search(msgspec.structs.replace(ASKED, budget_s=1e9), trainings.train, trainings.judge, lambda: 0.0)

@@ -21,6 +21,7 @@ from npu_gr.train.data import build_log
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.order import count_transitions
 from npu_gr.train.rank.tasks import Task
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.steps import TrainingProgress
@@ -77,21 +78,29 @@ def test_the_checkpoint_says_what_it_is_and_can_be_served(tmp_path: Path) -> Non
 
 def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
     log = planted()
-    last_two = np.zeros(len(log), np.bool_)
-    for user in range(60):
-        last_two[np.flatnonzero(log.users == user)[-2:]] = True
-    others = dataclasses.replace(
-        log,
-        items=np.where(last_two, (log.items + 70) % (10 * NUM_ITEMS), log.items),
-        values=np.where(last_two, 6 - log.values, log.values),
-    )
-    one, other = (train_rank(events, [], TINY)[0] for events in (log, others))
+
+    def with_others(num_last: int) -> Interactions:
+        last = np.zeros(len(log), np.bool_)
+        for user in range(60):
+            last[np.flatnonzero(log.users == user)[-num_last:]] = True
+        return dataclasses.replace(
+            log,
+            items=np.where(last, (log.items + 70) % (10 * NUM_ITEMS), log.items),
+            values=np.where(last, 6 - log.values, log.values),
+        )
+
+    one, test, both = (train_rank(events, [], TINY)[0] for events in (log, with_others(1), with_others(2)))
     weights = one.model.state_dict()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in other.model.state_dict().items())
+    for other in (test, both):
+        assert all(torch.equal(weights[name], tensor) for name, tensor in other.model.state_dict().items())
     assert one.order is not None
-    assert other.order is not None
-    assert np.array_equal(one.order.log_prob, other.order.log_prob)
-    assert one.order.weights != other.order.weights
+    assert test.order is not None
+    assert both.order is not None
+    assert np.array_equal(one.order.log_prob, test.order.log_prob)
+    assert one.order.weights == test.order.weights
+    assert one.order.weights != both.order.weights
+    trained = build_log(log, [], "leave-one-out")  # the validation is counted once the weights are fitted
+    assert np.array_equal(one.order.log_prob, count_transitions(trained, "click").log_prob)
 
 
 def newest_item(log: Interactions) -> Interactions:
