@@ -162,16 +162,19 @@ def test_a_prompt_has_a_frame_and_the_newest_items_that_fit_with_it() -> None:
     assert prompt.tokens.tolist() == [2, 19, *flat, 1]
     assert prompt.newest(len(prompt) - 1, 3).tokens.tolist() == [2, 19, *flat[3:], 1]
     assert prompt.newest(1, 3).tokens.tolist() == [2, 19, *flat[-3:], 1]
-    short = make_prompt(trie, np.array(HISTORY), 11, 4, frame=FRAME, is_divisible=False)
-    assert short.tokens.tolist() == [2, 19, *flat[-6:], 1]  # two items: the start moves in steps of one
-    assert short.cut_items == 4
+    short = make_prompt(trie, np.array(HISTORY), 13, 4, frame=FRAME, is_divisible=False)
+    assert short.tokens.tolist() == [2, 19, *flat[-9:], 1]  # three items: the start moves in steps of one
+    assert short.cut_items == 3
     assert not len(make_prompt(trie, np.array([1]), 11, frame=FRAME))
 
 
 def test_no_prompt_is_the_beginning_of_another() -> None:
+    """Not even of one whose tokens begin with all of its own."""
     trie = catalogue()
-    shorter, longer = prompt_of(trie, HISTORY[:-1]), prompt_of(trie, HISTORY)
-    again = prompt_of(trie, HISTORY)
+    shorter, longer, again = (
+        make_prompt(trie, np.array(history), 60, is_divisible=False) for history in (HISTORY[:-1], HISTORY, HISTORY)
+    )
+    assert longer.tokens[: len(shorter)].tolist() == shorter.tokens.tolist()
     assert longer.fingerprint(len(longer)) == again.fingerprint(len(again))
     for num_tokens in range(1, len(shorter) + 1):
         assert longer.fingerprint(num_tokens) != shorter.fingerprint(len(shorter))

@@ -47,20 +47,20 @@ def best_of_all(model: T5, tokens: list[int], sids: dict[int, list[int]]) -> dic
 
 
 async def test_a_t5_generates_from_the_prompt_that_it_was_trained_with(tmp_path: Path) -> None:
-    """User token, the newest items that fit, end token; a beam as wide as the catalogue is brute force."""
+    """Begin token, user token, the items, end token; a beam as wide as the catalogue is brute force."""
     sids = write_catalogue(tmp_path / "items.jsonl")
-    config = section(tmp_path, max_beams=600)
+    config = section(tmp_path, max_beams=600, tokens_before=[29])
     model = hf_t5.load(tmp_path / "t5")
     async with serving(tmp_path, checkpoint=None, generate=config) as (client, service):
         asked: dict[str, Any] = {"user_id": "1042", "num_items": 200, "beam_width": 600, "exclude_seen": False}
         cold = await generate(client, **asked)
         items = [code + base for item in HISTORY["items"] for code, base in zip(sids[item], (2, 10, 18), strict=True)]
-        want = best_of_all(model, [30 + 1042 % 50, *items, 1], sids)
+        want = best_of_all(model, [29, 30 + 1042 % 50, *items, 1], sids)
         assert sorted(cold["items"]) == sorted(want)
         np.testing.assert_allclose(cold["scores"], [want[item] for item in cold["items"]], rtol=1e-5)
-        assert (cold["outcome"], cold["history"]["num_tokens"]) == ("miss_full", 20)
+        assert (cold["outcome"], cold["history"]["num_tokens"]) == ("miss_full", 21)
         hit = await generate(client, **asked)
-        assert (hit["outcome"], hit["prefix_tokens"]) == ("hbm_hit", 20)
+        assert (hit["outcome"], hit["prefix_tokens"]) == ("hbm_hit", 21)
         relay = service.versions.generator().relay
         await relay.settled()
         for entry in list(relay.tiers.pool._published.values()):
