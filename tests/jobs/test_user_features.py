@@ -80,7 +80,7 @@ async def signalled(service: Service, user: str, ref: HistoryRef) -> str:
 async def test_they_are_those_of_a_request(tmp_path: Path, online: Online) -> None:
     """The same bits and the same prefix, by every way to a history; who brings his own asks nobody."""
     write_checkpoint(tmp_path / "checkpoint", features=every_feature(), retrieval=True)
-    cascade = {"recommend": {"sources": {"trunk": 20}}}
+    cascade: dict[str, Any] = {"recommend": {"sources": {"trunk": 20}}}
     async with serving(tmp_path, watched=False, **sections(), **cascade) as (_, service):
         one = Asked(every_feature(), 30, 0)
         whole, bare = one.history(user_features=FR), one.history(user_features=None)

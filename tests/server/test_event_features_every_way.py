@@ -144,7 +144,7 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
     for task, scores in want["scores"].items():
         assert np.frombuffer(raws[f"scores.{task}"], "<f4").tolist() == scores
     async with AsyncClient(str(client.make_url("/")), timeout_s=30.0) as caller:
-        behaviours = Behaviours(*(bare[name] for name in ("items", "actions", "timestamps")), sent.cells)
+        behaviours = Behaviours(bare["items"], bare["actions"], bare["timestamps"], sent.cells)
         await caller.events("client", behaviours)
         ranked = await caller.rank("client", CANDIDATES, timestamp=SHOWN_AT)
         assert {task: scores.tolist() for task, scores in ranked.scores.items()} == want["scores"]
