@@ -67,7 +67,7 @@ def replay() -> None:
 @click.option("--processes", default=1, show_default=True, help="Client processes, each with its share of the users.")
 @click.option(
     "--max-processes",
-    type=int,
+    type=click.IntRange(1, 64),
     help="The search raises --processes to so many where they send late.  [the cores that it may use]",
 )
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
