@@ -454,6 +454,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "equal: not",
         "lowest_ == placed_lowest_ && highest_ == placed_highest_;",
     ): "of one place they are the same; if not, it is made once more",
+    (
+        "kernels/hstu_tiles.h",
+        "above: or equal",
+        "has_history_ = has_history_ || history_ > 0;",
+    ): "candidates in narrow tiles, to the same numbers; tests/bench counts their loads",
+    (
+        "kernels/hstu_tiles.h",
+        "above: or equal",
+        "uint32_t first = key > own_ ? key - own_ : 0;",
+    ): "both are the same number",
 }
 
 

@@ -57,6 +57,7 @@ SCORES = [
     Scores(batch(17, Request(40, 300, 260, 0), cores=1), 2, (0,), jump_s=3 * 2**23 - 2),  # a float's bucket is one up
     Scores(batch(18, Request(20, 620, 0, 600), cores=1), 3, (5,)),  # own keys far behind their position
     Scores(batch(19, Request(32, 343, 311, 0), cores=1), 16, (3,)),
+    Scores(batch(28, Request(64, 375, 311, 0), cores=1), 16, (3,)),  # a window of positions is used to its end
     Scores(batch(20, Request(32, 272, 240, 0), cores=1), 4, (2,)),  # the diagonal crosses two blocks of keys
     Scores(batch(22, Request(40, 250, 210, 40), cores=1), 16, (1, 3600)),  # one block of keys, of many buckets
     Scores(batch(23, Request(100, 800, 700, 0), Request(90, 600, 400, 40), cores=11), 40, (0, 1, 5000)),
