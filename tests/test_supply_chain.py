@@ -19,7 +19,13 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = re.findall(r"(?m)^IMAGE_EXTRAS = (.+)$", (ROOT / "Makefile").read_text())[0].split()  # of the image
 OF_THE_BASE = {"serve", "npu", "triton"}  # torch and what is made for one version of it
-NOT_OF_AN_IMAGE = {"plot", "ray", "bench", "baselines"}  # of commands for a developer, and of a Ray cluster's own image
+NOT_OF_AN_IMAGE = {
+    "plot",
+    "ray",
+    "bench",
+    "baselines",
+    "feast",
+}  # of commands for a developer, and of a Ray cluster's own image
 LOCKS = [ROOT / "deploy" / name for name in ("requirements.lock", "requirements-build.lock")]
 
 

@@ -142,7 +142,8 @@ async def test_a_source_that_hangs_costs_its_time_and_no_slot(tmp_path: Path, on
         bare = one.history(user_features=None)
         await ranked(service, one, "known", bare)
         online.said = None
-        known, new = await asyncio.gather(ranked(service, one, "known", bare), ranked(service, one, "new", bare))
+        shorter = one.history(0, 20, user_features=None)
+        known, new = await asyncio.gather(ranked(service, one, "known", shorter), ranked(service, one, "new", bare))
         stale = UserFeaturesOrigin(UserFeaturesSource.LAST_KNOWN, StoreFault.SLOW)
         assert known.history.user_features == stale
         assert new.history.user_features == UserFeaturesOrigin(UserFeaturesSource.NOTHING, StoreFault.SLOW)
@@ -160,6 +161,10 @@ async def test_a_source_that_hangs_costs_its_time_and_no_slot(tmp_path: Path, on
         assert np.array_equal(logits(again), logits(await ranked(service, one, "y", one.history(user_features=FR)))), (
             "a base whose source failed asks again"
         )
+        online.said = {"country": "de"}
+        newer = await ranked(service, one, "known", HistoryRef(base=known.history.fingerprint))
+        assert newer.history.user_features == FETCHED, "and one that had old ones"
+        assert not np.array_equal(logits(newer), logits(known))
         follows = await ranked(service, one, "new", HistoryRef(base=again.history.fingerprint))
         assert np.array_equal(logits(follows), logits(again))
 
