@@ -140,7 +140,8 @@ def refusal(got: Observed, want: Observed, spread: float, limit: float) -> str:
 
 
 async def _answer(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Observed:
-    arena, pages, page_tokens = engine.arena, _pages(runs), engine.arena.layout.page_tokens
+    arena, page_tokens = engine.arena, engine.arena.layout.page_tokens
+    pages = _pages(runs)
     call = partial(engine.scheduler.call, deadline_at=_FAR, order=proof_order())
 
     def poison() -> _Contents:

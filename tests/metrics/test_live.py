@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,18 @@ import aiohttp
 import pytest
 import yaml
 
+from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS
 from npu_gr.tools.monitor import prometheus
 from tests.certificates import Authority
+from tests.features_of import every_feature
 from tests.matching.vectors import KNOWN
 from tests.metrics.test_dashboards import IDS, PANELS, ROUTER, expressions, plain
 from tests.metrics.test_rules import RULES, promtool
 from tests.models import events
 from tests.server.test_generate_over_http import HISTORY, section
 from tests.server.test_match_over_http import section as match_section
-from tests.serving import FIRST_ID, columns, serving
+from tests.serving import FIRST_ID, columns, serving, write_checkpoint
 
 pytestmark = pytest.mark.prometheus
 FRONT = "npu_gr_front_"  # of workers, which it has not; tests/front/test_processes.py reads them
@@ -88,6 +91,10 @@ async def load(url: str) -> None:
                         assert answer.status == 200
 
 
+def of_user(user: UserKey, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    return dict.fromkeys(names)
+
+
 async def ask(http: aiohttp.ClientSession, url: str, path: str, **params: str) -> Any:
     async with http.get(f"{url}/api/v1/{path}", params=params) as answer:
         body = await answer.json()
@@ -111,6 +118,8 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
     }
     sections["recommend"] = {"sources": {"generate": 20}, "min_coverage": 0}  # the ranker knows none of them
     sections["match"] = match_section(tmp_path)
+    write_checkpoint(tmp_path / "checkpoint", features=every_feature(("user",)))
+    sections["features"] = {"source": {"entry": f"{__name__}:of_user"}}
     pair = authority.issue("127.0.0.1")
     sections["server"] = {"tls": {"certificate": str(pair.certificate), "key": str(pair.key)}}
     async with serving(tmp_path, watched=False, **sections) as (client, _):

@@ -20,7 +20,7 @@ _WORDS: Mapping[str, Any] = {"true": True, "false": False}
 _CLOSING = {"{": "}", "<": ">"}
 
 
-class Message:
+class TextMessage:
     """One message: its fields by name, in the order of the text."""
 
     def __init__(self, fields: Mapping[str, list[Any]] | None = None) -> None:
@@ -35,13 +35,13 @@ class Message:
         found = self.fields.get(name)
         return found[-1] if found else default
 
-    def messages(self, name: str) -> list[Message]:
+    def messages(self, name: str) -> list[TextMessage]:
         """Return the messages in a field."""
-        return [value for value in self.many(name) if isinstance(value, Message)]
+        return [value for value in self.many(name) if isinstance(value, TextMessage)]
 
-    def message(self, name: str) -> Message:
+    def message(self, name: str) -> TextMessage:
         """Return the message in a field that is there once, or one without fields."""
-        return [Message(), *self.messages(name)][-1]
+        return [TextMessage(), *self.messages(name)][-1]
 
     def put(self, path: str, value: Any) -> None:
         """Replace the field at `message.message.field` by a value, or by those of a list."""
@@ -54,7 +54,7 @@ class Message:
             self.fields[first] = list(value) if isinstance(value, list | tuple) else [value]
 
 
-def parse_text(text: str) -> Message:
+def parse_text(text: str) -> TextMessage:
     """Read a message.
 
     Raises:
@@ -104,11 +104,11 @@ class _Tokens:
         return ValueError(f"line {self._text.count(chr(10), 0, self.place) + 1}: {what}")
 
 
-def _fields(tokens: _Tokens, closing: str, depth: int) -> Message:
+def _fields(tokens: _Tokens, closing: str, depth: int) -> TextMessage:
     """Read fields up to `closing`; "" = the end of the text."""
     if depth > _MOST_DEEP:
         raise tokens.error(f"messages in more than {_MOST_DEEP} messages")
-    found = Message()
+    found = TextMessage()
     while tokens.kind != "end" if not closing else not tokens.skip(closing):
         if tokens.kind != "word":
             raise tokens.error(f"a name was expected, there is {tokens.word or 'the end'!r}")

@@ -22,7 +22,7 @@ from npu_gr.model.imported.contextual import folded
 from npu_gr.model.imported.converted import Converted, GivenNames, filled, named, named_items
 from npu_gr.model.imported.source import ForeignCheckpoint
 from npu_gr.model.imported.stu import EPS, action_sets, clocks, gated_mlp, stu_layer
-from npu_gr.model.imported.text_message import Message
+from npu_gr.model.imported.text_message import TextMessage
 from npu_gr.model.imported.torcheasyrec_features import FeatureConfigs
 from npu_gr.model.imported.torcheasyrec_files import pipeline_of
 
@@ -55,7 +55,7 @@ KNOWN = {  # fields that are read, or that do not change what is served
 }
 
 
-class Head(NamedTuple):
+class _Head(NamedTuple):
     """The MLP from a product to the logits."""
 
     tensors: dict[str, Tensor]
@@ -148,7 +148,7 @@ def convert(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     return filled(source, config, tensors, named_items(source, names, len(items), 0))
 
 
-def _known(source: ForeignCheckpoint, around: Message, name: str) -> Message:
+def _known(source: ForeignCheckpoint, around: TextMessage, name: str) -> TextMessage:
     """Return the message in a field; what it has that we do not know is noted."""
     found = around.message(name)
     for field in found.fields.keys() - set(KNOWN[name].split()):
@@ -157,7 +157,7 @@ def _known(source: ForeignCheckpoint, around: Message, name: str) -> Message:
 
 
 def _tokens(
-    source: ForeignCheckpoint, preprocessor: Message, items: Tensor, dim: int, tensors: dict[str, Tensor]
+    source: ForeignCheckpoint, preprocessor: TextMessage, items: Tensor, dim: int, tensors: dict[str, Tensor]
 ) -> tuple[bool, tuple[str, ...]]:
     """Take what makes tokens of behaviours. Returns whether item and action come in turn, and the actions' names."""
     is_plain = "contextual_preprocessor" in preprocessor.fields
@@ -215,7 +215,7 @@ def _context(
 
 
 def _places(
-    source: ForeignCheckpoint, encoder: Message, dim: int, tensors: dict[str, Tensor]
+    source: ForeignCheckpoint, encoder: TextMessage, dim: int, tensors: dict[str, Tensor]
 ) -> tuple[int, dict[str, Any]]:
     """Take the embeddings of positions and times. Returns the number of positions, and settings of `HSTUConfig`."""
     at = f"{TRANSDUCER}_positional_encoder."
@@ -234,7 +234,7 @@ def _places(
     return num_positions, {"positions": "reverse", "query_times": buckets}
 
 
-def _head(source: ForeignCheckpoint, tower: Message, dim: int) -> Head:
+def _head(source: ForeignCheckpoint, tower: TextMessage, dim: int) -> _Head:
     """Take the tower of all tasks; two classes of a task are one logit, the difference."""
     mlp = _known(source, tower, "mlp")
     units, at = mlp.many("hidden_units"), "_multitask_module.tower_mlp.mlp.0.perceptron."
@@ -242,7 +242,7 @@ def _head(source: ForeignCheckpoint, tower: Message, dim: int) -> Head:
     if len(units) != 1 or activation is None or mlp.one("use_bn", False) or not mlp.one("bias", True):
         source.refuse(f"fusion_mtl_tower.mlp: one hidden layer with a bias and {' or '.join(HEADS.values())} converts")
         source.drop(prefix="_multitask_module.")
-        return Head({}, 1, "silu", ("task",))
+        return _Head({}, 1, "silu", ("task",))
     hidden = source.take(f"{at}0.weight", int(units[0]), dim)
     tensors = {"head.0.weight": hidden, "head.0.bias": source.take(f"{at}0.bias", len(hidden))}
     if activation == "norm_silu":
@@ -260,7 +260,7 @@ def _head(source: ForeignCheckpoint, tower: Message, dim: int) -> Head:
             source.refuse(f"task {name}: num_class = {classes}: logits of more than two classes are no score")
         elif classes == 2:
             source.notes.append(f"task {name}: two classes are one logit, that of the second less that of the first")
-    return Head(tensors, len(hidden), activation, tuple(name for name, _ in tasks))
+    return _Head(tensors, len(hidden), activation, tuple(name for name, _ in tasks))
 
 
 def _notes(config: HSTUConfig) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from npu_gr.feature_schema.schema import Feature
 from npu_gr.model.imported.contextual import Contextual, numbered
 from npu_gr.model.imported.source import ForeignCheckpoint
-from npu_gr.model.imported.text_message import Message
+from npu_gr.model.imported.text_message import TextMessage
 
 GROUPS = ("contextual", "uih", "candidate", "uih_action", "uih_watchtime", "uih_timestamp", "candidate_timestamp")
 HASHED = ("zch", "dynamicemb", "vocab_dict", "vocab_file")  # rows by a map that the tables do not hold
@@ -20,9 +20,9 @@ HASHED = ("zch", "dynamicemb", "vocab_dict", "vocab_file")  # rows by a map that
 class FeatureConfigs:
     """The features that a checkpoint's configuration names, by group."""
 
-    def __init__(self, source: ForeignCheckpoint, pipeline: Message) -> None:
+    def __init__(self, source: ForeignCheckpoint, pipeline: TextMessage) -> None:
         self._source = source
-        self._configs: dict[str, Message] = {}
+        self._configs: dict[str, TextMessage] = {}
         for config in pipeline.messages("feature_configs"):
             for sequence in config.messages("sequence_feature"):
                 for inner in sequence.messages("features"):
@@ -39,11 +39,11 @@ class FeatureConfigs:
             if group.one("group_type") != wanted:
                 source.refuse(f"feature group {name}: only of group_type {wanted} converts")
 
-    def _add(self, config: Message, prefix: str) -> None:
+    def _add(self, config: TextMessage, prefix: str) -> None:
         """Keep what a `feature_configs`, or one of a sequence, says."""
         for kind in config.fields:
             own = config.message(kind)
-            self._configs[f"{prefix}{own.one('feature_name')}"] = Message({**own.fields, "kind": [kind]})
+            self._configs[f"{prefix}{own.one('feature_name')}"] = TextMessage({**own.fields, "kind": [kind]})
 
     def items(self) -> Tensor:
         """Take the table of items, [n, d]."""
@@ -90,7 +90,7 @@ class FeatureConfigs:
 
     def _is_by_row(self, name: str) -> bool:
         """Tell whether a feature is one name or number, with a row; what it is else is noted."""
-        config = self._configs.get(name, Message())
+        config = self._configs.get(name, TextMessage())
         kind, more = config.one("kind", "missing"), [key for key in HASHED if key in config.fields]
         if kind != "id_feature" or more or config.one("weighted", False) or config.one("value_dim", 1) not in (0, 1):
             self._source.refuse(f"feature {name}: {', '.join([kind, *more])}: one id with a row of a table converts")
@@ -102,7 +102,7 @@ class FeatureConfigs:
         return True
 
     def _table_name(self, name: str) -> str:
-        config = self._configs.get(name, Message())
+        config = self._configs.get(name, TextMessage())
         return str(config.one("embedding_name") or f"{name}_emb")
 
     def _take(self, place: str) -> Tensor:

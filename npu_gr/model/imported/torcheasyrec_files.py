@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.model.imported.text_message import Message, parse_text
+from npu_gr.model.imported.text_message import TextMessage, parse_text
 
 PIPELINE = "pipeline"  # the setting that holds the whole configuration
 CONFIG = "pipeline.config"
@@ -43,10 +43,10 @@ def read_pipeline(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{found}: {error}") from error
 
 
-def pipeline_of(settings: dict[str, Any]) -> Message:
+def pipeline_of(settings: dict[str, Any]) -> TextMessage:
     """Return the configuration, with every other setting in its place: `model_config.dlrm_hstu.max_seq_len`."""
-    pipeline = deepcopy(settings.get(PIPELINE, Message()))
-    assert isinstance(pipeline, Message)
+    pipeline = deepcopy(settings.get(PIPELINE, TextMessage()))
+    assert isinstance(pipeline, TextMessage)
     for path, value in settings.items():
         if path != PIPELINE:
             pipeline.put(path, value)

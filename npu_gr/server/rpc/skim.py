@@ -21,7 +21,10 @@ from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.config import ServerConfig
 
 PIECE = 4096  # fields: under a millisecond
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5  # wire types
+_VARINT = 0  # wire types
+_FIXED64 = 1
+_LENGTH = 2
+_FIXED32 = 5
 
 
 class _Is(Enum):

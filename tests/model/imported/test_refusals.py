@@ -16,7 +16,7 @@ from npu_gr.model.config import inexact_fields
 from npu_gr.model.imported.converted import GivenNames, per_head_to_kind
 from npu_gr.model.imported.families import FAMILIES, convert
 from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
-from npu_gr.model.imported.text_message import Message, parse_text
+from npu_gr.model.imported.text_message import TextMessage, parse_text
 from tests.model.imported.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture, pipeline
 
 FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,12 +52,12 @@ CONTENT = f"{EASYREC}hstu.input_preprocessor.contextual_preprocessor."
         ("torcheasyrec", f"{EASYREC}hstu.stu.something_new", 2),
         ("torcheasyrec", f"{EASYREC}hstu.attn_truncation_tail_len", 8),
         ("torcheasyrec", f"{EASYREC}hstu.positional_encoder.time_bucket_fn", "linear"),
-        ("torcheasyrec", f"{EASYREC}fusion_mtl_tower.mlp", Message({"hidden_units": [8, 8]})),
-        ("torcheasyrec", f"{CONTENT}content_mlp", Message({"parameterized_mlp": [Message()]})),
-        ("torcheasyrec", f"{CONTENT}action_mlp", Message({"parameterized_mlp": [Message()]})),
-        ("torcheasyrec", f"{CONTENT}content_encoder", Message({"pad_content_encoder": [Message()]})),
-        ("torcheasyrec", "model_config.ultra_hstu", Message()),
-        ("torcheasyrec", "model_config.hstu_match", Message()),
+        ("torcheasyrec", f"{EASYREC}fusion_mtl_tower.mlp", TextMessage({"hidden_units": [8, 8]})),
+        ("torcheasyrec", f"{CONTENT}content_mlp", TextMessage({"parameterized_mlp": [TextMessage()]})),
+        ("torcheasyrec", f"{CONTENT}action_mlp", TextMessage({"parameterized_mlp": [TextMessage()]})),
+        ("torcheasyrec", f"{CONTENT}content_encoder", TextMessage({"pad_content_encoder": [TextMessage()]})),
+        ("torcheasyrec", "model_config.ultra_hstu", TextMessage()),
+        ("torcheasyrec", "model_config.hstu_match", TextMessage()),
     ],
 )
 def test_a_setting_that_does_not_convert_is_named(family: str, setting: str, value: object) -> None:
