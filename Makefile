@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	@# what fails is asked once more, alone: these tests start processes, and wait for the processor beside each other
-	$(BIN)/python -m pytest -q -n 2 --ignore tests/chaos || $(AGAIN) --ignore tests/chaos
+	$(BIN)/python -m pytest -q -n 3 --ignore tests/chaos || $(AGAIN) --ignore tests/chaos
 	@# alone, because what these scenes measure would be the other tests
 	$(BIN)/python -m pytest -q tests/chaos || $(AGAIN) tests/chaos
 AGAIN = $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none

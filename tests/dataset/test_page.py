@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.csv
 import pytest
-from click import Group
+from click import Command, Group
 from click.testing import CliRunner
 
 from npu_gr.cli.main import main
@@ -51,9 +51,16 @@ def test_the_python_runs(shop: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert said[1] == "4 ('purchase', 'view') ['Reading lamp, green', 'Desk', 'Desk']"
 
 
+def command_of(*names: str) -> Command:
+    found: Command = main
+    for name in names:
+        assert isinstance(found, Group)
+        found = found.commands[name]
+    return found
+
+
 def test_the_options_of_the_page_are_there() -> None:
-    trainings = main.commands["train"]
-    assert isinstance(trainings, Group)
-    commands = main.commands["prepare"], trainings.commands["all"]
+    commands = [command_of("prepare"), command_of("train", "all"), command_of("train", "rank")]
+    commands.append(command_of("replay", "convert", "access-log"))
     known = {name for command in commands for parameter in command.params for name in parameter.opts}
     assert set(re.findall(r"`(--[a-z-]+)", PAGE)) <= known
