@@ -351,7 +351,8 @@ def convert_access_log(
 ) -> None:
     """Make a query log of access LOGS.
 
-    Of nginx, Envoy, or a service that writes JSON lines; the oldest first. Fields are named as docs/own-data.md lists them. Lines that are no request of a user are left out and counted.
+    Of nginx, Envoy, or a service that writes JSON lines; the oldest first. Fields are named as docs/own-data.md lists
+    them. Lines that are no request of a user are left out and counted.
     """
     from npu_gr.replay.access_log import AccessLogOptions, AccessLogSource
     from npu_gr.replay.files import in_time_order, write
