@@ -20,7 +20,7 @@ from tests.encoder_decoders import VARIANTS, Encoded, saved
 from tests.models import CPU
 from tests.server.test_generate_over_http import HISTORY, generate, write_catalogue
 from tests.server.test_generate_over_http import section as decoder_section
-from tests.serving import encoded, make_config, serving
+from tests.serving import make_config, serving
 
 USERS = {"first_token": 30, "count": 50}
 
@@ -85,7 +85,7 @@ async def test_a_delta_is_the_whole_history_and_a_signal_is_a_hit(tmp_path: Path
         assert (got["items"], got["scores"]) == (want["items"], want["scores"])
         async with client.post("/v1/signal", json={"user_id": "s", "history": whole}) as response:
             assert (await response.json())["generate_verdict"] == "preinfer"
-        await encoded(service.versions.generator().relay)
+        await service.versions.generator().relay.settled()
         hit = await generate(client, user_id="s", history=whole)
         assert (hit["outcome"], hit["prefix_tokens"]) == ("hbm_hit", 25)
         assert (hit["items"], hit["scores"]) == (want["items"], want["scores"])
