@@ -33,7 +33,7 @@ import numpy as np
 import yaml
 
 from npu_gr.bench.line import Line
-from npu_gr.bench.router import BODY_BYTES
+from npu_gr.bench.router import BODY_BYTES, line_of
 from npu_gr.bench.router_rig import INSTANCE, BenchConnection, connect, cpu_s, free_port, request_of, start
 from npu_gr.core.errors import Unavailable
 from npu_gr.core.settings import from_table
@@ -98,36 +98,15 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
             target = ADDED_MS if path is ours and quantile == 50 else None
             case = f"{path.name}: adds, p{quantile}"
             ok = our_ms - base_ms <= target if target is not None else None
-            yield _line(case, our_ms - base_ms, "ms", "envoy alone", base_ms, base_ms / our_ms, target, ok)
+            yield line_of(case, our_ms - base_ms, "ms", "envoy alone", base_ms, base_ms / our_ms, target, ok)
         base_us, our_us = (float(np.median(one.envoy_s) * 1e6) for one in (alone, path))
-        yield _line(f"{path.name}: Envoy's processor a request", our_us, "us", "envoy alone", base_us, base_us / our_us)
+        yield line_of(
+            f"{path.name}: Envoy's processor a request", our_us, "us", "envoy alone", base_us, base_us / our_us
+        )
     for path in others:
         our_us, base_us = (float(np.median(one.picker_s) * 1e6) for one in (ours, path))
         case = f"the picker's processor a request, beside {path.name}"
-        yield _line(case, our_us, "us", path.name, base_us, base_us / our_us)
-
-
-def _line(
-    case: str,
-    ours: float,
-    unit: str,
-    baseline: str,
-    value: float,
-    ratio: float,
-    target: float | None = None,
-    ok: bool | None = None,
-) -> Line:
-    return Line(
-        bench="router",
-        case=case,
-        ours=ours,
-        unit=unit,
-        baseline=baseline,
-        baseline_value=value,
-        ratio=ratio,
-        target=target,
-        ok=ok,
-    )
+        yield line_of(case, our_us, "us", path.name, base_us, base_us / our_us)
 
 
 def _started(binary: str, folder: Path, stack: ExitStack) -> tuple[list[_Path], dict[str, int]]:

@@ -54,22 +54,22 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
             base, ours = (float(np.percentile(row, quantile) * 1e3) for row in (direct, took[name]))
             ok = ours - base <= ADDED_MS if name == "router" and quantile == 50 else None
             target = ADDED_MS if ok is not None else None
-            yield _line(f"{name} adds, p{quantile}", ours - base, "ms", "direct call", base, base / ours, target, ok)
+            yield line_of(f"{name} adds, p{quantile}", ours - base, "ms", "direct call", base, base / ours, target, ok)
     for name in balancers:
         base, ours = (float(np.percentile(took[path], 50) * 1e3) for path in (name, "router"))
-        yield _line("whole call, p50", ours, "ms", f"through {name}", base, base / ours)
+        yield line_of("whole call, p50", ours, "ms", f"through {name}", base, base / ours)
     for size, used_s in per_size.items():
         ours = float(np.median(used_s["router"]) * 1e6)
         for name in balancers:
             base = float(np.median(used_s[name]) * 1e6)
             target = 1.0 if name == "envoy" else None
             ok = base / ours >= target if target is not None else None
-            yield _line(f"processor a request of {size} B", ours, "us", name, base, base / ours, target, ok)
+            yield line_of(f"processor a request of {size} B", ours, "us", name, base, base / ours, target, ok)
         if not balancers:
-            yield _line(f"processor a request of {size} B", ours, "us", "none", float("nan"), float("nan"))
+            yield line_of(f"processor a request of {size} B", ours, "us", "none", float("nan"), float("nan"))
 
 
-def _line(
+def line_of(
     case: str,
     ours: float,
     unit: str,
@@ -79,6 +79,7 @@ def _line(
     target: float | None = None,
     ok: bool | None = None,
 ) -> Line:
+    """Make a line of this bench; with a target where there is one."""
     return Line(
         bench="router",
         case=case,

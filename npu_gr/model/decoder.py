@@ -285,16 +285,7 @@ class Decoder(nn.Module):
         token_range: tuple[int, int] | None = None,
         room: Callable[[int, int], Tensor] | None = None,
     ) -> Tensor:
-        """Scores of the next token, not normalised.
-
-        Args:
-            hidden: [rows, dim] from `prefill` or `decode`.
-            token_range: first token and the one after the last, e.g. one codebook; None = the vocabulary.
-            room: gives the result's memory, [rows, tokens]; None = new memory.
-
-        Returns:
-            [rows, tokens] in the weights' dtype.
-        """
+        """Scores of the next token, not normalised. The contract is that of `GenerativeModel.logits`."""
         first, end = token_range or (0, self.config.vocab_size)
         weight = self.head_weight[first:end]
         return torch.mm(hidden, weight.T, out=room(len(hidden), len(weight)) if room else None)
