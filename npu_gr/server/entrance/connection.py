@@ -6,7 +6,8 @@
                '-- 401, 403, 408, 413
 
 aiohttp sees whole requests only. So a body that arrives slowly holds no place, a request that is refused was never
-parsed, and a handler never waits for its caller. The key is checked as soon as the head is here: whoever has none
+parsed, and a handler never waits for its caller. What took a place goes the straight way (`straight.py`), everything
+else through aiohttp's own loop. The key is checked as soon as the head is here: whoever has none
 sends no body. Requests that the table of kinds does not have (health, metrics, administration) need no place.
 """
 
@@ -30,7 +31,7 @@ from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.core.kinds import Kind
-from npu_gr.server.entrance import answers
+from npu_gr.server.entrance import answers, straight
 from npu_gr.server.entrance.entrance import Entrance
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
 from npu_gr.server.entrance.listener import Listener, State
@@ -62,6 +63,7 @@ class Connection(web.RequestHandler):
         "_request",
         "_reserved_bytes",
         "_searched_bytes",
+        "_serving",
         "_socket",
         "_ticket",
         "_unread",
@@ -110,6 +112,7 @@ class Connection(web.RequestHandler):
         self._kind: Kind[Any, Any] | None = None
         self._request: bytes | bytearray = b""  # while it waits
         self._ticket: Ticket | None = None
+        self._serving: asyncio.Task[None] | None = None  # of the straight way
         self._reserved_bytes = 0
         self._held: asyncio.TimerHandle | None = None  # of the 401
         self._close_when_idle = False
@@ -151,6 +154,8 @@ class Connection(web.RequestHandler):
             self._entrance.door.cancel(self._ticket)
             self._entrance.abandoned(self._kind, time.monotonic() - self.began_at)
             self._ticket = None
+        if self._serving is not None:
+            self._serving.cancel()
         if self._held is not None:
             self._held.cancel()
         self._unread = b""
@@ -176,6 +181,8 @@ class Connection(web.RequestHandler):
             self._idle = self._loop.create_future()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle, timeout)
+        if self._serving is not None:
+            self._serving.cancel()
         await super().shutdown(timeout)
 
     def pause(self) -> None:
@@ -443,11 +450,25 @@ class Connection(web.RequestHandler):
         return True
 
     def let_in(self, slot: Slot) -> None:
-        """Hand the request to aiohttp, which starts its handler."""
+        """Start the request's handler."""
         self._ticket = None
         self.slot = slot
         request, self._request = self._request, b""
-        self._feed(request)
+        head = self._head
+        assert head is not None
+        answer = None if head.is_chunked else self._entrance.straight.get((head.method, head.path))
+        if answer is None:
+            self._feed(request)
+            return
+        self.state = State.SERVED
+        assert self._request_factory is not None
+        try:
+            parsed = straight.parse(self, self._parser, self._request_factory, bytes(request), head.num_bytes)
+        except BadRequest as error:
+            self._entrance.broken(error.status)
+            self.end(answers.bad_request(str(error)))
+            return
+        self._serving = self._loop.create_task(self._answer(answer, parsed))
 
     def refuse(self, reason: Refusal) -> None:
         """Answer 429, and go on with the next request."""
@@ -479,6 +500,26 @@ class Connection(web.RequestHandler):
             self._entrance.broken(400)
             self.end(answers.bad_request("the request cannot be framed"))
 
+    async def _answer(self, answer: straight.Answer, request: web.Request) -> None:
+        """Let a handler answer, and write what it says; whoever hung up cancels this."""
+        try:
+            response = await answer(request)
+            self._answering_since_at = time.monotonic()
+            if self.transport is not None:
+                self.transport.write(straight.written(request, response))
+                if self.writing_paused:
+                    await self._drain_helper()
+            if straight.closes(request, response):
+                self.force_close()
+        except ConnectionError:
+            pass  # it was lost while its caller read
+        except BaseException:  # cancelled, or what no handler may do: the caller must not wait for ever
+            self.force_close()
+            raise
+        finally:
+            self._serving = None
+            self._answered()
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -504,12 +545,15 @@ class Connection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._answering_since_at = None
-            self.served += 1
-            if self.state is State.SERVED:
-                self._become_idle()
-                if self._unread:
-                    self._loop.call_soon(self._advance)
+            self._answered()
+
+    def _answered(self) -> None:
+        self._answering_since_at = None
+        self.served += 1
+        if self.state is State.SERVED:
+            self._become_idle()
+            if self._unread:
+                self._loop.call_soon(self._advance)
 
     def _become_idle(self) -> None:
         self.state = State.IDLE
