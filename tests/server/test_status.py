@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from npu_gr.core.kinds import Scope
 from npu_gr.metrics.slo import SLOT_S, Result
+from npu_gr.metrics.status import page
 from tests.keys import bearer, entry, secret, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
@@ -85,6 +87,14 @@ async def test_the_page_loads_nothing_and_needs_no_key_but_its_data_do(tmp_path:
     assert "src=" not in page
     assert "http" not in page.replace("http-equiv", "")
     assert "{{" not in page
+
+
+def test_no_two_parts_of_a_request_have_one_colour() -> None:
+    text = page("/debug/status")
+    assert "[...Array(9).keys()]" in text, "more than a recommend has stages"
+    for palette in text.split("@media"):
+        colours = re.findall(r"--s\d: (#\w+)", palette)
+        assert len(colours) == len(set(colours)) == 9
 
 
 @pytest.mark.browser
