@@ -146,7 +146,7 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
                 browser.find_element(By.CSS_SELECTOR, "#login button").click()
                 until(lambda said=said: shown("state") == said)
             until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
-            assert "miss full 2" in shown("outcomes-rank")
+            assert "miss full 2" in shown("outcomes")
             assert "hbm: 2 prefixes, budget" in shown("tiers")
             assert of_all("#models tbody td", "part.innerText")[:4:2] == ["tiny", "serves"]
             assert of_all("#tenants tbody td:first-child", "part.innerText") == ["(none named)", "shop"]
@@ -177,7 +177,7 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
 
         await asyncio.to_thread(first_look)
         await client.post("/v1/rank", json=RANK, headers=headers)
-        await asyncio.to_thread(until, lambda: "hbm hit 1" in shown("outcomes-rank"))  # by itself
+        await asyncio.to_thread(until, lambda: "hbm hit 1" in shown("outcomes"))  # by itself
 
         def pause_and_themes() -> None:
             browser.find_element(By.ID, "pause").click()
