@@ -78,7 +78,7 @@ def build_web_app(
         VectorsRoutes(service),
         HealthRoutes(service),
         InferenceRoutes(service, config, reader, keys, shown),
-        ObservabilityRoutes(service, shown),
+        ObservabilityRoutes(service, config, shown),
         UserRoutes(service),
     ):
         app.add_routes(group.routes())
