@@ -15,10 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import socket
-import sys
-import termios
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -34,13 +30,12 @@ from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers, straight
 from npu_gr.server.entrance.entrance import Entrance
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
+from npu_gr.server.entrance.kernel_socket import KernelSocket
 from npu_gr.server.entrance.listener import Listener, State
 from npu_gr.server.problem import problem
 
 REFUSED_AT_ONCE = 32  # pipelined requests; then the loop goes round, so that others are read, too
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
-_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info of Linux: ms since data came
-_JIFFY_S = 0.004  # its step
 
 
 class Connection(web.RequestHandler):
@@ -58,13 +53,13 @@ class Connection(web.RequestHandler):
         "_held",
         "_idle",
         "_is_paused",
+        "_kernel",
         "_kind",
         "_read_at",
         "_request",
         "_reserved_bytes",
         "_searched_bytes",
         "_serving",
-        "_socket",
         "_ticket",
         "_unread",
         "_was_paused",
@@ -122,7 +117,7 @@ class Connection(web.RequestHandler):
         self._abort_handshake: Callable[[], object] | None = None  # while TLS shakes hands
         self._wire: asyncio.Transport | None = None  # the transport, also after aiohttp has let go of it
         self._read_at = 0.0  # when the first byte of the present request was read
-        self._socket: socket.socket | None = None  # of the transport; None = no TCP of Linux
+        self._kernel = KernelSocket(None)  # of the transport
 
     # ---- the connection
 
@@ -144,7 +139,7 @@ class Connection(web.RequestHandler):
         bound_read_ahead(transport)
         self.began_at = time.monotonic()
         self._wire = cast("asyncio.Transport", transport)
-        self._socket = _same_socket(transport.get_extra_info("socket"))
+        self._kernel = KernelSocket(transport.get_extra_info("socket"))
         self._entrance.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -160,8 +155,7 @@ class Connection(web.RequestHandler):
             self._held.cancel()
         self._unread = b""
         self._become_idle()
-        if self._socket is not None:
-            self._socket.detach()  # the transport closes it
+        self._kernel.detach()
         super().connection_lost(exc)
 
     def close(self) -> None:
@@ -246,9 +240,8 @@ class Connection(web.RequestHandler):
 
     def _is_unsent(self) -> bool:
         """Whether the last answer is still here although it counts as written: TLS takes in whole answers at once."""
-        if self._wire is None or self._socket is None or self._wire.get_extra_info("sslcontext") is None:
-            return False
-        return any(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))  # bytes that the kernel has not got rid of
+        is_tls = self._wire is not None and self._wire.get_extra_info("sslcontext") is not None
+        return is_tls and self._kernel.has_unsent()
 
     # ---- a request
 
@@ -278,7 +271,7 @@ class Connection(web.RequestHandler):
             if self.state is State.IDLE:
                 self.state = State.RECEIVING
                 self._read_at = time.monotonic()
-                self.began_at = self._read_at - self._lay_in_kernel_s()
+                self.began_at = self._read_at - self._kernel.received_ago_s()
             try:
                 num_bytes = self._framed()
             except BadRequest as error:
@@ -385,14 +378,6 @@ class Connection(web.RequestHandler):
             self.listener.reserve(-self._reserved_bytes)
             self._reserved_bytes = 0
 
-    def _lay_in_kernel_s(self) -> float:
-        """Seconds that the newest data lay in the kernel: the loop was late, or reading was paused."""
-        if self._socket is None:
-            return 0.0
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
-        ms = int.from_bytes(info[_LAST_DATA_RECV:], sys.byteorder)
-        return max(0.0, ms * 1e-3 - _JIFFY_S)
-
     # ---- the door
 
     def _offer(self, request: bytes | bytearray) -> None:
@@ -403,7 +388,7 @@ class Connection(web.RequestHandler):
             self._close_when_idle = True
         config = self._entrance.config
         if self._came_in_pieces:
-            self.whole_at = max(self.began_at, time.monotonic() - self._lay_in_kernel_s())
+            self.whole_at = max(self.began_at, time.monotonic() - self._kernel.received_ago_s())
         else:
             self.whole_at = self.began_at
         sent_s = self.whole_at - self.began_at
@@ -574,12 +559,3 @@ class Connection(web.RequestHandler):
             self._resume_transport_reading()
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
-
-
-def _same_socket(of_transport: Any) -> socket.socket | None:
-    """Make an object for the transport's socket that answers by one system call; None where it has no TCP_INFO."""
-    if of_transport is None or of_transport.family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    if not sys.platform.startswith("linux"):
-        return None
-    return socket.socket(of_transport.family, of_transport.type, of_transport.proto, of_transport.fileno())
