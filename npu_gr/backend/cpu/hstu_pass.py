@@ -107,7 +107,7 @@ class HstuPassKernel:
 
     def __init__(self, native: Native, hstu: HstuKernels, affine: AffineKernel) -> None:
         self._size = native.kernels.hstu_pass_bytes
-        self._run = native.kernels.hstu_pass
+        self.run = native.kernels.hstu_pass
         self._hstu = hstu
         self._affine = affine
         self._described: WeakKeyDictionary[nn.Module, _Described] = WeakKeyDictionary()
@@ -143,7 +143,7 @@ class HstuPassKernel:
             kind, why = _ERRORS[num_bytes]
             raise kind(why)
         native.scratch = self._hstu.scratch_at(num_bytes)
-        self._run(byref(native))
+        self.run(byref(native))
         return out
 
     def _describe(self, owner: nn.Module, weights: HstuWeights) -> _Described | None:
