@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Literal
 
 from npu_gr.backend.cpu.library import Native, NativeError, load
-from npu_gr.bench import kernels_hstu, kernels_topk
+from npu_gr.bench import kernels_hstu, kernels_pass, kernels_topk
 from npu_gr.bench.line import Line
 from npu_gr.bench.roofs import measure
 from npu_gr.core.errors import ConfigError
 
-Part = Literal["roofs", "topk", "hstu"]
-PARTS: tuple[Part, ...] = ("roofs", "topk", "hstu")
+Part = Literal["roofs", "topk", "hstu", "pass"]
+PARTS: tuple[Part, ...] = ("roofs", "topk", "hstu", "pass")
 
 
 def lines(isa: str, seed: int, budget_s: float, parts: tuple[Part, ...] = PARTS) -> Iterator[Line]:
@@ -37,6 +37,8 @@ def lines(isa: str, seed: int, budget_s: float, parts: tuple[Part, ...] = PARTS)
         yield from kernels_topk.lines(native, seed, max(1, round(5 * budget_s)))
     if "hstu" in parts:
         yield from kernels_hstu.lines(isa, seed, budget_s)
+    if "pass" in parts:
+        yield from kernels_pass.lines(isa, seed, budget_s)
 
 
 def _roofs(native: Native) -> Iterator[Line]:

@@ -23,6 +23,16 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum("3000 items" in line.case or "items=3000" in line.case for line in found) == 2
 
 
+def test_a_pass_beside_its_baseline() -> None:
+    """What holds the interpreter's lock is a part of the pass."""
+    if not supported():
+        pytest.skip("no kernels")
+    found = list(kernels.lines(supported()[0], seed=0, budget_s=0.0, parts=("pass",)))
+    assert len(found) == 6
+    for whole, locked in zip(found[::2], found[1::2], strict=True):
+        assert 0 < locked.ours < whole.ours == locked.baseline_value
+
+
 def test_without_kernels_it_says_so() -> None:
     with pytest.raises(ConfigError, match="bench kernels"):
         list(kernels.lines("mmx", seed=0, budget_s=0.0))

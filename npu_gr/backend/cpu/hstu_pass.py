@@ -96,7 +96,8 @@ class _Described(NamedTuple):
     def is_fresh(self) -> bool:
         for place, name, stamp in self.stamped:
             found = place[name]
-            if found is None or (found.data_ptr(), found._version) != stamp:
+            # a tensor made under inference_mode has no version counter
+            if found is None or found.is_inference() or (found.data_ptr(), found._version) != stamp:
                 return False
         return True
 
@@ -106,7 +107,7 @@ class HstuPassKernel:
 
     def __init__(self, native: Native, hstu: HstuKernels, affine: AffineKernel) -> None:
         self._size = native.kernels.hstu_pass_bytes
-        self._run = native.kernels.hstu_pass
+        self.run = native.kernels.hstu_pass
         self._hstu = hstu
         self._affine = affine
         self._described: WeakKeyDictionary[nn.Module, _Described] = WeakKeyDictionary()
@@ -142,7 +143,7 @@ class HstuPassKernel:
             kind, why = _ERRORS[num_bytes]
             raise kind(why)
         native.scratch = self._hstu.scratch_at(num_bytes)
-        self._run(byref(native))
+        self.run(byref(native))
         return out
 
     def _describe(self, owner: nn.Module, weights: HstuWeights) -> _Described | None:
@@ -160,7 +161,7 @@ class HstuPassKernel:
 
         def linear(of: nn.Linear, first: int = 0, last: int | None = None) -> _Linear:
             end = of.out_features if last is None else last
-            read.extend((of.weight, of.bias))
+            read.extend(tensor for tensor in (of.weight, of.bias) if tensor is not None)
             packed = self._affine.packed(of, first, end)
             kept.append(packed)
             element = ELEMENT[packed.weight.dtype]
@@ -173,9 +174,6 @@ class HstuPassKernel:
             return made, of.out.out_features
 
         uv, qk = weights.num_heads * weights.v_dim, weights.num_heads * weights.qk_dim
-        of_parts = [p for layer in weights.layers for p in (layer.uvqk.weight, layer.norm_in.weight, *layer.bias)]
-        if any(tensor.is_inference() for tensor in of_parts):
-            return None
         layers = (_Layer * len(weights.layers))()
         for into, layer in zip(layers, weights.layers, strict=True):
             into.norm_in, into.norm_attention = norm(layer.norm_in), norm(layer.norm_attention)

@@ -90,7 +90,7 @@ def bench_match(as_json: bool, items: int, seed: int, seconds: float) -> None:
 @click.option("--isa", default="", help="Instruction set; by default the best of this CPU.")
 @SEED
 @click.option("--seconds", default=2.0, show_default=True, help="Time each case for so long.")
-@click.option("--only", type=click.Choice(["roofs", "topk", "hstu"]), help="Run one part.")
+@click.option("--only", type=click.Choice(["roofs", "topk", "hstu", "pass"]), help="Run one part.")
 @click.option(
     "--device", default="cpu", show_default=True, help="Another backend compares its ops with torch's on that device."
 )

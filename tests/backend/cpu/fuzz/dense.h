@@ -1,4 +1,7 @@
 // Softmax attention of beams and linear layers, against the same in doubles.
+#ifndef NPU_GR_FUZZ_DENSE_H
+#define NPU_GR_FUZZ_DENSE_H
+
 #include "fuzz.h"
 
 namespace {
@@ -109,6 +112,28 @@ class Beams {
   Matrix<T> own() const { return Matrix<T>::contiguous(holders_, capacity_ * kv_heads_ * dim_); }
 };
 
+// A linear layer's weight as the kernels read it.
+template <typename W>
+std::unique_ptr<Memory> packed_weight(const Matrix<W> &weight) {
+  const int64_t out = weight.rows(), in = weight.width(), tiles = (out + 63) / 64;
+  const int64_t bytes = tiles * (in + in % 2) * 64 * static_cast<int64_t>(sizeof(W));
+  std::unique_ptr<Memory> packed(new Memory(bytes));
+  const Memory none(0);
+  memset(packed->at(), 0, static_cast<size_t>(bytes));
+  const Pack pack = {out,
+                     1,
+                     in,
+                     0,
+                     kElement<W>,
+                     kElement<W>,
+                     {weight.data(), weight.stride(), in},
+                     {none.at(), 0, 0},
+                     0,
+                     {packed->at(), none.at(), tiles}};
+  kernels.pack_kv(&pack);
+  return packed;
+}
+
 template <typename X, typename W, typename Y>
 void affine() {
   if (sizeof(W) == 2 && !kernels.has_bf16_dot) return;
@@ -120,21 +145,9 @@ void affine() {
   const auto weight = Matrix<W>::contiguous(out, in);
   const auto bias = Matrix<float>::contiguous(1, tiles * 64);
   const Matrix<Y> y(rows, out, out);
-  const Memory packed(tiles * (in + in % 2) * 64 * static_cast<int64_t>(sizeof(W))), none(0);
-  memset(packed.at(), 0, static_cast<size_t>(tiles * (in + in % 2) * 64) * sizeof(W));
-  const Pack pack = {out,
-                     1,
-                     in,
-                     0,
-                     kElement<W>,
-                     kElement<W>,
-                     {weight.data(), in, in},
-                     {none.at(), 0, 0},
-                     0,
-                     {packed.at(), none.at(), tiles}};
-  kernels.pack_kv(&pack);
-  Affine call = {rows,       in,          out,         kElement<X>, kElement<W>, kElement<Y>, x.data(),
-                 x.stride(), packed.at(), bias.data(), below(2),    y.data(),    nullptr};
+  const std::unique_ptr<Memory> packed = packed_weight<W>(weight);
+  Affine call = {rows,       in,           out,         kElement<X>, kElement<W>, kElement<Y>, x.data(),
+                 x.stride(), packed->at(), bias.data(), below(2),    y.data(),    nullptr};
   const Memory scratch(kernels.affine_scratch_bytes(&call));
   call.scratch = scratch.at();
   kernels.affine(&call);
@@ -152,3 +165,5 @@ void affine() {
 }
 
 }  // namespace
+
+#endif

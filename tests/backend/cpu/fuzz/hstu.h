@@ -1,4 +1,7 @@
 // HSTU attention and packing, against sums in doubles over the tiles as hstu_call.h describes them.
+#ifndef NPU_GR_FUZZ_HSTU_H
+#define NPU_GR_FUZZ_HSTU_H
+
 #include "fuzz.h"
 
 namespace {
@@ -213,3 +216,5 @@ void one() {
 
 }  // namespace hstu
 }  // namespace
+
+#endif
