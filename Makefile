@@ -79,7 +79,8 @@ sbom: $(VENV)/installed
 # The wheel in an empty environment, the image, and programs of others against what we serve: from the package index, and as
 # root with buildah and debootstrap; what a machine lacks is skipped in words. About 10 minutes.
 packages: $(VENV)/installed
-	$(BIN)/python -m pytest -q -m "bare or image" tests/deploy tests/fleet tests/server/rpc tests/server/test_otlp.py tests/test_bare_install.py
+	$(BIN)/python -m pytest -q -m "image or not image" tests/deploy
+	$(BIN)/python -m pytest -q -m bare tests/fleet tests/server/rpc tests/server/test_otlp.py tests/test_bare_install.py
 
 # what a machine can mend of the above
 format: $(VENV)/installed

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +76,11 @@ def test_grafana_finds_our_dashboards() -> None:
     assert len(boards) >= 5
     assert all(board["panels"] and board["uid"] for board in boards)
     assert Path(targets["/etc/grafana/provisioning"]).name == "grafana"
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs docker-compose (of Debian's package)")
+def test_compose_itself_reads_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = ["docker-compose", "--file", str(DEPLOY / "compose.yaml"), "--profile", "green", "config", "--services"]
+    done = subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True, text=True)
+    assert set(done.stdout.split()) == set(SERVICES)

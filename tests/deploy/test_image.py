@@ -1,8 +1,8 @@
 """The image is built by a real builder from deploy/Dockerfile, and its commands run in it as nobody.
 
-Takes minutes, root, buildah and debootstrap (Debian: apt-get install buildah debootstrap), and the package index:
-`python -m pytest -m image tests/deploy/test_image.py`. The base is a bare Debian without torch, so that no registry is
-needed; what it stands for is another image for each device.
+Takes 5 minutes, root that may mount, buildah and debootstrap (Debian: apt-get install buildah debootstrap), and the
+package index: `python -m pytest -m image tests/deploy/test_image.py`; `.ci/packages` runs it. The base is a bare Debian
+without torch, so that no registry is needed; what it stands for is another image for each device.
 """
 
 from __future__ import annotations
@@ -17,13 +17,33 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving import free_port
 from tests.sources import ROOT
 
 pytestmark = pytest.mark.image
 MIRROR = "http://deb.debian.org/debian"
 PACKAGES = "python3,python3-venv,ca-certificates,libgomp1"
 BASE, MADE = "localhost/npu-gr-base", "localhost/npu-gr"
+MOST_MIB = 500  # that the image adds to its base
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+
+# Starts a router, asks whether it lives, ends it; prints the answer's status and how it ended.
+ROUTE = """
+import subprocess, sys, time, urllib.error, urllib.request
+
+port, admin_port = sys.argv[2:]
+ports = ["--set", f"port={port}", "--set", f"admin_port={admin_port}", "--set", "drain_grace_s=0"]
+router = subprocess.Popen(["npu-gr", "route", "--config", sys.argv[1], *ports])
+ends_at = time.monotonic() + 60
+while time.monotonic() < ends_at and router.poll() is None:
+    try:
+        print(urllib.request.urlopen(f"http://127.0.0.1:{admin_port}/healthz", timeout=2).status)
+        break
+    except urllib.error.URLError:
+        time.sleep(0.1)
+router.terminate()
+print(router.wait(30))
+"""
 
 Run = Callable[..., str]
 
@@ -42,6 +62,8 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             pytest.skip(f"needs {program} (Debian: apt-get install {program})")
     if os.geteuid():
         pytest.skip("needs root: debootstrap makes a root file system")
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount (CAP_SYS_ADMIN): a container for it is a privileged one")
     folder = tmp_path_factory.mktemp("image")
     policy = folder / "policy.json"
     policy.write_text(json.dumps({"default": [{"type": "insecureAcceptAnything"}]}))
@@ -87,6 +109,12 @@ def test_the_packages_are_those_of_the_lock(inside: Run) -> None:
     assert inside("/opt/npu-gr/bin/python", "-c", f"import {modules}; print('all')") == "all"
 
 
-def test_a_router_reads_its_configuration(inside: Run) -> None:
-    shipped = "/opt/npu-gr/lib/python3*/site-packages/npu_gr/_data/configs/router.yaml"
-    assert "static_resources" in json.loads(inside("sh", "-c", f"npu-gr fleet envoy --config {shipped}"))
+def test_what_it_adds_to_its_base_is_small(inside: Run) -> None:
+    assert int(inside("du", "--summarize", "--block-size=MiB", "/opt/npu-gr").partition("MiB")[0]) <= MOST_MIB
+
+
+def test_a_router_reads_its_configuration_and_answers(inside: Run) -> None:
+    shipped = inside("sh", "-c", "echo /opt/npu-gr/lib/python3*/site-packages/npu_gr/_data/configs/router.yaml")
+    assert "static_resources" in json.loads(inside("npu-gr", "fleet", "envoy", "--config", shipped))
+    said = inside("/opt/npu-gr/bin/python", "-c", ROUTE, shipped, free_port(), free_port())
+    assert said.split() == ["200", "0"]

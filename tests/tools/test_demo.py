@@ -45,7 +45,7 @@ def lines(measured: Report, recommended: float = 2.0) -> list[str]:
         outcomes={},
         hides_seen=True,
     )
-    slower = dataclasses.replace(found(90), num_ranks=30)
+    slower = dataclasses.replace(found(90), num_ranks=30, stages_p50_ms={"queue": 0.1, "device": 2.8})
     return sum_up(Path(".demo"), site, measured, slower, evaluation, LOG, EMPTY, latency_ratio=0.99)
 
 
@@ -59,6 +59,12 @@ def test_the_summary_is_short_and_says_what_to_type() -> None:
     assert "recommend 1.000; generate alone 0.500, rank alone 1.000" in whole
     assert "npu-gr serve --config .demo/serve.yaml" in whole
     assert """-d '{"user_id": "it'"'"'s me", """ in whole
+
+
+def test_what_the_relay_spares_the_device_is_said_where_both_runs_know_it() -> None:
+    whole = "\n".join(lines(found(99, stages_p50_ms={"device": 1.24})))
+    assert "P50 of a rank on the device 1.2 ms, without the relay 2.8 ms" in whole
+    assert "on the device" not in "\n".join(lines(found(99)))
 
 
 @pytest.mark.parametrize(("num_within", "verdict"), [(98, "MISSED"), (99, "kept")])
