@@ -17,11 +17,13 @@ docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
+from msgspec import field
+from msgspec.structs import replace
 
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.core.arrays import I64
@@ -33,8 +35,7 @@ from npu_gr.feature_schema.encode import Encoded
 NO_FEATURES = ModelFeatures()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True, eq=False):
     """The model's input for one user. e = events; n = tokens: the user's, where the model has any, then the events'."""
 
     events: Events  # [e] with external item ids; the action of an item's own token is -1
@@ -44,6 +45,7 @@ class Tokens:
     features: Encoded | None = None  # [e] of the events; None = the model has none
     first_new_row: int = 1 << 62  # rows from this one on are of items that the model was not trained with
     user_tokens: int = 1  # that the user's features are; they are never parted
+    plain: str = ""  # `Events.fingerprint` of all of them without features, where it is known
     _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
 
     @property
@@ -57,7 +59,7 @@ class Tokens:
         return True
 
     def __len__(self) -> int:
-        return len(self.rows) + self.num_user
+        return len(self.rows) + (0 if self.user is None else self.user_tokens)
 
     def __getitem__(self, part: slice) -> Tokens:
         """Return some of the tokens; of the user's all or none. The report stays that of the whole history."""
@@ -96,8 +98,10 @@ class Tokens:
     def _fingerprint(self, num_tokens: int) -> str:
         """Features count as the model reads them: what it does not know of them is the same as what is missing."""
         num_events = max(num_tokens - self.num_user, 0)
-        events = self.events if num_events == len(self.events) else self.events[:num_events]
-        plain = (replace(events, features=NO_COLUMNS) if events.features else events).fingerprint()
+        plain = self.plain if num_events == len(self.events) else ""
+        if not plain:
+            events = self.events[:num_events]
+            plain = (replace(events, features=NO_COLUMNS) if events.features else events).fingerprint()
         rows = self.rows[:num_events]
         if len(new := rows[rows >= self.first_new_row]):
             plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
@@ -143,6 +147,7 @@ def tokenize(
     refuse_unknown: bool,
     first_index: int = 0,
     name: str = "",
+    plain: str = "",
     tokens_per_event: int = 1,
     features: ModelFeatures = NO_FEATURES,
     user_features: OneRow | None = None,
@@ -158,6 +163,7 @@ def tokenize(
         refuse_unknown: raise for an unknown item; False: drop it.
         first_index: index of the first event in the user's whole history, of which a caller may send the end alone.
         name: fingerprint of the history, for the report.
+        plain: `Events.fingerprint` of the events without features, where it is known.
         tokens_per_event: 2 = a token of the item, then one of the action.
         features: of the model.
         user_features: values of those of the user.
@@ -169,6 +175,7 @@ def tokenize(
     if len(events) and int(events.actions.view(np.uint16).max()) >= num_actions:  # unsigned, a negative one is large
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
+    given = events
     step = -(-cut_step_tokens // tokens_per_event)
     cut = window_start(first_index, len(events), max_tokens // tokens_per_event, step)
     if cut:
@@ -199,4 +206,13 @@ def tokenize(
         origin=events.origin,
     )
     of_events = features.rows(features.event, events.features, len(rows))
-    return Tokens(events, rows, report, user, of_events, len(vocabulary.ids), features.num_user_tokens)
+    return Tokens(
+        events,
+        rows,
+        report,
+        user,
+        of_events,
+        len(vocabulary.ids),
+        features.num_user_tokens,
+        plain if events is given else "",
+    )

@@ -143,15 +143,14 @@ class Peer(asyncio.BufferedProtocol):
                     self._long[: self._long_filled] = chunk[begin + HEADER_BYTES : self._filled]
                     begin = self._filled
                 break
-            # a copy: arrays read it for as long as they live, and the chunk is filled again
-            self._take(bytes(chunk[begin + HEADER_BYTES : end]))
+            self._take(chunk[begin + HEADER_BYTES : end])
             begin = end
         left = self._filled - begin
         if begin and left:
             self._chunk[:left] = self._chunk[begin : self._filled]
         self._filled = left
 
-    def _take(self, data: bytes | bytearray) -> None:
+    def _take(self, data: memoryview | bytearray) -> None:
         if not self.is_open or self._why:
             return
         try:

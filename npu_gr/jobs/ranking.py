@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from npu_gr.catalogue.item_names import EMPTY, ItemNames, names_of
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
@@ -134,6 +134,7 @@ class Ranking:
             refuse_unknown=self._config.unknown_items == "refuse",
             first_index=history.first_index,
             name=history.fingerprint,
+            plain=history.plain_fingerprint,
             tokens_per_event=self._tokens_per_event,
             features=self.features,
             user_features=history.user_features,
