@@ -33,6 +33,7 @@ from npu_gr.feature_schema.columns import NO_COLUMNS, ModelFeatures, OneRow
 from npu_gr.feature_schema.encode import Encoded
 
 NO_FEATURES = ModelFeatures()
+NO_NEW_ROW = 1 << 62  # beyond every row
 
 
 class Tokens(msgspec.Struct, frozen=True, eq=False):
@@ -43,7 +44,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
     report: HistoryReport
     user: Encoded | None = None  # [1] the user's features; None = none of these tokens is the user's
     features: Encoded | None = None  # [e] of the events; None = the model has none
-    first_new_row: int = 1 << 62  # rows from this one on are of items that the model was not trained with
+    first_new_row: int = NO_NEW_ROW  # rows from this one on are of items that the model was not trained with
     user_tokens: int = 1  # that the user's features are; they are never parted
     plain: str = ""  # `Events.fingerprint` of all of them without features, where it is known
     _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
@@ -103,7 +104,7 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
             events = self.events[:num_events]
             plain = (replace(events, features=NO_COLUMNS) if events.features else events).fingerprint()
         rows = self.rows[:num_events]
-        if len(new := rows[rows >= self.first_new_row]):
+        if self.first_new_row != NO_NEW_ROW and len(new := rows[rows >= self.first_new_row]):
             plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
         if self.user is None and self.features is None:
             return plain
@@ -193,26 +194,30 @@ def tokenize(
         actions[::2] = -1
         events = Events(np.repeat(events.items, 2), actions, np.repeat(events.timestamps, 2), events.origin)
         rows = np.repeat(rows, 2)
-    try:
-        user = features.row(features.user, user_features)
-    except ValueError as error:
-        raise Unprocessable(f"features.user.{error}") from None
+    user = of_events = None
+    missing: tuple[str, ...] = ()
+    if features.features:
+        try:
+            user = features.row(features.user, user_features)
+        except ValueError as error:
+            raise Unprocessable(f"features.user.{error}") from None
+        missing = features.missing(user=user_features or {}, event=events.features.given)
+        of_events = features.rows(features.event, events.features, len(rows))
     report = HistoryReport(
         fingerprint=name,
         num_tokens=len(rows) + features.num_user_tokens,
         cut_tokens=first_index + cut,
         unknown_items=unknown,
-        missing_features=features.missing(user=user_features or {}, event=events.features.given),
+        missing_features=missing,
         origin=events.origin,
     )
-    of_events = features.rows(features.event, events.features, len(rows))
     return Tokens(
         events,
         rows,
         report,
         user,
         of_events,
-        len(vocabulary.ids),
+        len(vocabulary.ids) if len(vocabulary.new_ids) else NO_NEW_ROW,
         features.num_user_tokens,
         plain if events is given else "",
     )

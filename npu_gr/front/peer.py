@@ -50,8 +50,12 @@ class Peer(asyncio.BufferedProtocol):
 
     # ---- sending
 
-    def send(self, frame: Any) -> None:
+    def send(self, frame: Any, *, is_alone: bool = False) -> None:
         """Send a frame at the end of this turn of the event loop; nothing happens where the other side is gone.
+
+        Args:
+            frame: any.
+            is_alone: no other frame can follow in this turn, so it goes at once: waiting for the end costs another.
 
         Raises:
             TooLarge: it is longer than a frame may be. UnicodeEncodeError: a text of it is not Unicode.
@@ -61,8 +65,11 @@ class Peer(asyncio.BufferedProtocol):
         data = encode(frame)
         if len(data) > MAX_FRAME_BYTES:
             raise TooLarge(f"{type(frame).__name__}: {len(data):,} bytes, a frame has {MAX_FRAME_BYTES:,} at most")
-        self.flush_soon()
+        if not is_alone:
+            self.flush_soon()
         self._out += (len(data).to_bytes(HEADER_BYTES, "little"), data)
+        if is_alone:
+            self._flush()
 
     def flush_soon(self) -> None:
         """Call `before_flush`, and write, at the end of this turn."""

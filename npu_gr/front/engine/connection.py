@@ -76,6 +76,7 @@ class WorkerConnection:
         self._on_load = on_load
         self._on_stats = on_stats
         self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._kept = set[asyncio.Task[None]]()  # those that must finish although their worker is gone
         self._must_finish = set[int]()
@@ -134,7 +135,7 @@ class WorkerConnection:
         if number in self._calls:
             work.close()
             raise ValueError(f"call {number} is open")
-        task = asyncio.get_running_loop().create_task(work)
+        task = self._loop.create_task(work)
         self._calls[number] = task
         if must_finish:
             self._must_finish.add(number)
@@ -169,7 +170,8 @@ class WorkerConnection:
                     names = tuple(self._service.names.items(ids))
                 if call.wants_titles:
                     titles = tuple(self._service.names.titles(ids))
-            self.peer.send(found.answer(call.id, frames.pack(found.answered, answer), names, titles))
+            out = found.answer(call.id, frames.pack(found.answered, answer), names, titles)
+            self.peer.send(out, is_alone=len(self._calls) == 1)
         except Exception as error:  # noqa: BLE001  (the caller is told, whatever it is)
             self._fail(call.id, error)
 
