@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from npu_gr.train.baselines.linear import PureSVD
-from npu_gr.train.baselines.tune import Tuned, log_popularity
+from npu_gr.train.baselines.tune import log_popularity
 from npu_gr.train.judge import Scores
-from npu_gr.train.match.candidates import BASELINES, pure_svd
+from npu_gr.train.match.candidates import BASELINES, Fitted, fit_joint_svd
 from npu_gr.train.match.domains import MatchData
 from npu_gr.train.match.joined import join
 from npu_gr.train.match.options import MatchOptions
@@ -59,26 +59,28 @@ class Bench:
     progress: Callable[[str, StageProgress], None] = lambda _arm, _step: None
     _stages: dict[str, bytes] = field(default_factory=dict)
     _trained: dict[str, TrainedVectors] = field(default_factory=dict)
-    _svd: Tuned[PureSVD] | None = None
+    _svd: Fitted[PureSVD] | None = None
 
     def fit(self, arm: str) -> FittedArm | None:
         """Fit an arm of `ARMS`; None = it is too large for this data."""
         if arm == POPULARITY:
-            popularity = log_popularity(self.data.target.degrees()[1])
+            popularity = log_popularity(self.data.whole().target.degrees()[1])
             return FittedArm(lambda users: popularity.repeat(len(users), 1), None, "")
         if arm in TRAINED:
             trained = self.trained(arm)
             return FittedArm(trained.scores, trained.validation, f"step {trained.step} of stage {trained.stage}")
         if arm in BASELINES:
-            tuned = self.svd() if arm == "PureSVD, both" else BASELINES[arm](self.data)
-            return None if tuned is None else FittedArm(tuned.scores, tuned.validation, tuned.settings)
+            fitted = self.svd() if arm == "PureSVD, both" else BASELINES[arm](self.data)
+            if fitted is None:
+                return None
+            return FittedArm(fitted.served.scores, fitted.chosen.validation, fitted.chosen.settings)
         found = join(self.data, self.svd(), self.trained(SCCDR) if arm == EXPORT else None)
         return FittedArm(_products(found.users, found.items), found.validation, found.settings)
 
-    def svd(self) -> Tuned[PureSVD]:
+    def svd(self) -> Fitted[PureSVD]:
         """Decompose both domains side by side, once."""
         if self._svd is None:
-            self._svd = pure_svd(self.data, both=True)
+            self._svd = fit_joint_svd(self.data)
         return self._svd
 
     def trained(self, arm: str) -> TrainedVectors:

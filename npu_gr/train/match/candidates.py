@@ -1,69 +1,104 @@
 """The baselines of matching: ItemKNN, EASE and PureSVD, on the target alone and on both domains side by side.
 
-Each has a popularity exponent and a popularity term, and is chosen on the validation that SCCDR has.
+Each has a popularity exponent and a popularity term, and is chosen on the validation that SCCDR has. Then the chosen
+one is refitted to all edges, the validation's among them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import product
+from functools import cache, partial
+from itertools import chain, product
+from typing import Generic, NamedTuple, TypeVar
 
-from npu_gr.train.baselines.linear import EASE, ItemKNN, LinearModel, PureSVD, ease_is_too_large, spectrum
+from npu_gr.train.baselines.linear import EASE, ItemKNN, LinearModel, PureSVD, Spectrum, ease_is_too_large, spectrum
 from npu_gr.train.baselines.tune import Candidate, Tuned, tune
 from npu_gr.train.graph import Graph
 from npu_gr.train.match.domains import MatchData
 
 EXPONENTS = (0.0, 0.5)  # of users and of items, of ItemKNN
 RIDGES = (10.0, 100.0, 1000.0)  # of EASE
-ITEM_EXPONENT = 0.25  # of the decomposition
-FILTERS = ((8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))  # singular values, and their power for the users
+ITEM_EXPONENTS = (0.25, 0.4, 0.5)  # of the decomposition
+# Singular values, and their power for the users.
+FILTERS = ((4, 1.0), (8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))
 
-Fit = Callable[[MatchData], Tuned[LinearModel] | None]
+M = TypeVar("M", bound=LinearModel, covariant=True)
+Models = Callable[[MatchData, bool], Iterator[Candidate[M]]]  # of both domains, or of the target
+
+
+class Fitted(NamedTuple, Generic[M]):
+    """A model before and after its refit."""
+
+    chosen: Tuned[M]  # does not know the validation's edges
+    served: Tuned[M]  # the same settings, of all edges
+
+
+def fit(models: Models[M], data: MatchData, both: bool) -> Fitted[M] | None:
+    """Choose by the validation, and refit; None = there is nothing to choose among.
+
+    Args:
+        models: the candidates, the same ones for any data.
+        data: to fit to.
+        both: use both domains side by side, not the target alone.
+    """
+    candidates = models(data, both)
+    first = next(candidates, None)
+    if first is None:
+        return None
+    judge = data.judge()
+    chosen = tune(chain([first], candidates), data.target.degrees()[1], judge)
+    whole = data.whole()
+    return Fitted(chosen, chosen.refitted(models(whole, both), whole.target.degrees()[1], judge.held_out.users))
+
+
+def item_knns(data: MatchData, both: bool) -> Iterator[Candidate[ItemKNN]]:
+    """List the candidates of ItemKNN."""
+    graph = _joined(data, both)
+    for of_user, of_item in product(EXPONENTS, EXPONENTS):
+        make = partial(ItemKNN, graph, data.target.num_items, of_user, of_item)
+        yield Candidate(f"user exponent {of_user:g}, item exponent {of_item:g}", make)
+
+
+def eases(data: MatchData, both: bool) -> Iterator[Candidate[EASE]]:
+    """List the candidates of EASE; none if it is too large to invert."""
+    graph = _joined(data, both)
+    if ease_is_too_large(graph) is None:
+        for ridge in RIDGES:
+            yield Candidate(f"ridge {ridge:g}", partial(EASE, graph, data.target.num_items, ridge))
+
+
+def pure_svds(data: MatchData, both: bool) -> Iterator[Candidate[PureSVD]]:
+    """List the candidates of PureSVD.
+
+    Both domains have the same weight: the users to validate on have more target edges than others, and would have the
+    source count for less than it is worth to those who need it.
+    """
+    graph = _joined(data, both)
+    most_values = max(FILTERS)[0]
+    for exponent in ITEM_EXPONENTS:
+        found = cache(partial(spectrum, graph, exponent, most_values))
+        for num_values, power in FILTERS:
+            make = partial(_pure_svd, found, data.target.num_items, num_values, power)
+            yield Candidate(f"item exponent {exponent:g}, {num_values} values to the power {power:g}", make)
+
+
+def fit_joint_svd(data: MatchData) -> Fitted[PureSVD]:
+    """Decompose both domains side by side, choose and refit."""
+    found = fit(pure_svds, data, both=True)
+    assert found is not None, "there is a candidate"
+    return found
 
 
 def _joined(data: MatchData, both: bool) -> Graph:
     return data.target.beside(data.source) if both else data.target
 
 
-def item_knn(data: MatchData, both: bool) -> Tuned[ItemKNN]:
-    """Fit and choose ItemKNN, on both domains or on the target."""
-    graph = _joined(data, both)
-
-    def candidates() -> Iterator[Candidate[ItemKNN]]:
-        for of_user, of_item in product(EXPONENTS, EXPONENTS):
-            make = partial(ItemKNN, graph, data.target.num_items, of_user, of_item)
-            yield Candidate(f"user exponent {of_user:g}, item exponent {of_item:g}", make)
-
-    return tune(candidates(), data.target.degrees()[1], data.judge())
+def _pure_svd(found: Callable[[], Spectrum], num_scored: int, num_values: int, power: float) -> PureSVD:
+    return PureSVD(found(), num_scored, num_values, power)
 
 
-def ease(data: MatchData, both: bool) -> Tuned[EASE] | None:
-    """Fit and choose EASE, on both domains or on the target; None = it is too large to invert."""
-    graph = _joined(data, both)
-    if ease_is_too_large(graph) is not None:
-        return None
-    found = (Candidate(f"ridge {r:g}", partial(EASE, graph, data.target.num_items, r)) for r in RIDGES)
-    return tune(found, data.target.degrees()[1], data.judge())
-
-
-def pure_svd(data: MatchData, both: bool) -> Tuned[PureSVD]:
-    """Decompose and choose, on both domains or on the target."""
-    graph = _joined(data, both)
-
-    def candidates() -> Iterator[Candidate[PureSVD]]:
-        # Both domains have the same weight: the users to validate on have more target edges than others, and would have
-        # the source count for less than it is worth to those who need it.
-        found = spectrum(graph, ITEM_EXPONENT, max(FILTERS)[0])
-        for num_values, power in FILTERS:
-            make = partial(PureSVD, found, data.target.num_items, num_values, power)
-            yield Candidate(f"{num_values} values to the power {power:g}", make)
-
-    return tune(candidates(), data.target.degrees()[1], data.judge())
-
-
-BASELINES: dict[str, Fit] = {
-    f"{name}, {where}": partial(fit, both=both)
+BASELINES: dict[str, Callable[[MatchData], Fitted[LinearModel] | None]] = {
+    f"{name}, {where}": partial(fit, models, both=both)
     for where, both in (("target", False), ("both", True))
-    for name, fit in (("ItemKNN", item_knn), ("EASE", ease), ("PureSVD", pure_svd))
+    for name, models in (("ItemKNN", item_knns), ("EASE", eases), ("PureSVD", pure_svds))
 }

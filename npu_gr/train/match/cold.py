@@ -85,9 +85,9 @@ def _ranks(bench: Bench, way: str, judge: Judge) -> F64:
         fitted = bench.fit(way)
         assert fitted is not None, "it has no limit"
         return judge.ranks_by(fitted.scores)[None]
-    scores = bench.svd().scores if way == JOINT_SVD else _vector_scores(bench, *_VECTORS[way])
+    scores = bench.svd().served.scores if way == JOINT_SVD else _vector_scores(bench, *_VECTORS[way])
     unit = 1 / root_mean_square(scores(torch.from_numpy(judge.held_out.users[:SCALE_USERS])))
-    popularity = log_popularity(bench.data.target.degrees()[1])
+    popularity = log_popularity(bench.data.whole().target.degrees()[1])
     popularity = popularity / root_mean_square(popularity)
 
     def tables(users: Tensor) -> Iterator[Tensor]:

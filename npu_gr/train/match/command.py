@@ -14,7 +14,7 @@ from npu_gr.matching.vectors import save
 from npu_gr.train.match import checkpoint
 from npu_gr.train.match.ablate import Plan, ablate
 from npu_gr.train.match.arms import SCCDR, TRAINED, options_of
-from npu_gr.train.match.candidates import BASELINES, pure_svd
+from npu_gr.train.match.candidates import BASELINES, fit_joint_svd
 from npu_gr.train.match.domains import Domains, split
 from npu_gr.train.match.export import export
 from npu_gr.train.match.joined import join
@@ -67,14 +67,16 @@ def run_training(
     with bars(console) as show:
         save_state = checkpoint.every(SAVE_EVERY_S, lambda: checkpoint.save(trainer, state))
         trained = trainer.run(partial(show, ""), save_state)
-    served = join(data, pure_svd(data, both=True) if options.export == "joined" else None, trained)
+    served = join(data, fit_joint_svd(data) if options.export == "joined" else None, trained)
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
     judge = domains.judge()
     ranks = judge.ranks(served.users, served.items)
     with_twins = domains.judge_with_twins().ranks(served.users, served.items)
     figures = {"validation_smooth_hit": served.validation, **_figures(ranks), **_figures(with_twins, "_twins")}
     console.print(", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
-    by_baseline = {name: judge.ranks_by(tuned.scores) for name, fit in BASELINES.items() if (tuned := fit(data))}
+    by_baseline = {
+        name: judge.ranks_by(fitted.served.scores) for name, fit in BASELINES.items() if (fitted := fit(data))
+    }
     for name, found in by_baseline.items():
         console.print(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in _figures(found).items()))
     comparison = compare_hits("what is served", ranks, by_baseline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -72,6 +72,17 @@ class MatchData:
         """Judge by the validation's edges but twins'; what a user has, and twins of it, do not compete."""
         judge = Judge.make(self.validation, self.target, self.owned_twins)
         return judge.only(~are_twins(self.validation, self.owned_twins))
+
+    def whole(self) -> MatchData:
+        """The same with the validation's edges back in the target: what a model is refitted to when all is chosen."""
+        both = (self.target, self.validation)
+        target = Graph(
+            np.concatenate([part.users for part in both]),
+            np.concatenate([part.items for part in both]),
+            self.target.num_users,
+            self.target.num_items,
+        )
+        return replace(self, target=target)
 
 
 def read_domains(

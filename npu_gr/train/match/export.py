@@ -30,7 +30,7 @@ def export(domains: Domains, data: MatchData, joined: JoinedVectors, figures: di
         item_ids=domains.target_ids,
         users=joined.users.numpy(),
         items=joined.items.numpy(),
-        in_target=data.target.degrees()[0] > 0,
+        in_target=data.whole().target.degrees()[0] > 0,
         in_source=(data.source.degrees()[0] > 0) & knows_source,
         popularity=domains.target.degrees()[1],
         seen_starts=target_starts,

@@ -66,6 +66,10 @@ class GraphEncoder(nn.Module):
         self.activation = {"none": nn.Identity(), "tanh": nn.Tanh(), "leaky_relu": nn.LeakyReLU(LEAK)}[activation]
         self.activation_name: Activation = activation
         self.norm: Norm = norm if kind == "sage" else "symmetric"
+        self.pass_over(graph)
+
+    def pass_over(self, graph: Graph) -> None:
+        """Pass messages over the edges of this graph from now on: of the same users and items."""
         self.to_users, self.to_items = propagation(graph, self.norm)
 
     def forward(self) -> Encoding:

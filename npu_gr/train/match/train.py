@@ -63,8 +63,23 @@ class Validation(NamedTuple):
     hit: float  # smooth HIT
 
 
+class Validated(NamedTuple):
+    """Vectors as the validation saw them: without its edges. U = users, I = items of the target, d = dimension."""
+
+    users: Tensor  # float32 [U, d]
+    items: Tensor  # float32 [I, d]
+    prior: Tensor | None  # float32 [I]
+
+    def scores(self, users: Tensor) -> Tensor:
+        """Score all items for some users: int64 [n] rows -> float32 [n, I]."""
+        return _with(self.users[users] @ self.items.T, self.prior)
+
+
 class TrainedVectors(NamedTuple):
-    """The result of a training. U = users, I = items of the target, d = dimension."""
+    """The result of a training. U = users, I = items of the target, d = dimension.
+
+    The weights have not learnt the validation's edges. The encoder passes messages over them, so the vectors know them.
+    """
 
     users: Tensor  # float32 [U, d] in the target domain
     items: Tensor  # float32 [I, d]
@@ -75,6 +90,7 @@ class TrainedVectors(NamedTuple):
     stage: str  # that the best weights are from
     step: int
     folding: Folding  # computes vectors of users who come later
+    validated: Validated
 
     def scores(self, users: Tensor) -> Tensor:
         """Score all items for some users: int64 [n] rows -> float32 [n, I]."""
@@ -252,18 +268,26 @@ class Trainer:
     def _result(self) -> TrainedVectors:
         self._load_weights(self._best_state)
         users, items = self.target()
+        validated = Validated(users, items, self._prior)
+        whole = self.data.whole().target
+        degrees = whole.degrees()[1]
+        self.target.pass_over(whole)
+        users, items = self.target()
+        folding = self.target.folding(degrees)
+        self.target.pass_over(self.data.target)
         names = {name for stage in self._stages for name in stage.moves}
         is_bridged = self._stages[-1].inter and self.options.neighbour
         return TrainedVectors(
             users=users,
             items=items,
-            prior=self._prior,
+            prior=log_popularity(degrees) if self.options.prior else None,
             source_users=normalize(self.source()[0], dim=-1) if "source" in names else None,
             bridge_items=normalize(self.project_items(items), dim=-1) if is_bridged else None,
             validation=self._best.hit,
             stage=self._best.stage,
             step=self._best.step,
-            folding=self.target.folding(self.data.target.degrees()[1]),
+            folding=folding,
+            validated=validated,
         )
 
     def _encoder(self, name: str, graph: Graph, users: nn.Parameter | None) -> GraphEncoder:

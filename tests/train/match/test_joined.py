@@ -14,24 +14,24 @@ from npu_gr.core.request import Basis
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
 from npu_gr.train.baselines.linear import PureSVD
-from npu_gr.train.baselines.tune import Tuned
 from npu_gr.train.graph import unique_edges
+from npu_gr.train.judge import HeldOut, smooth_hit
 from npu_gr.train.match import joined
-from npu_gr.train.match.candidates import pure_svd
+from npu_gr.train.match.candidates import BASELINES, Fitted, fit_joint_svd
 from npu_gr.train.match.domains import Domains, MatchData, split
 from npu_gr.train.match.export import export
 from npu_gr.train.match.joined import JoinedVectors, join
 from npu_gr.train.match.train import TrainedVectors, Trainer, log_odds
 from tests.train.match.synthetic import domains, quick
 
-Made = tuple[Domains, MatchData, Tuned[PureSVD], TrainedVectors]
+Made = tuple[Domains, MatchData, Fitted[PureSVD], TrainedVectors]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     both = domains(tmp_path_factory.mktemp("data"))
     data = split(both, 0.8, 60, 0)
-    return both, data, pure_svd(data, both=True), Trainer(data, quick(seed=1)).run()
+    return both, data, fit_joint_svd(data), Trainer(data, quick(seed=1)).run()
 
 
 def with_all_parts(made: Made, monkeypatch: pytest.MonkeyPatch) -> JoinedVectors:
@@ -41,14 +41,15 @@ def with_all_parts(made: Made, monkeypatch: pytest.MonkeyPatch) -> JoinedVectors
 
 
 def test_it_is_the_weighted_sum_of_its_parts(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, data, svd, trained = made
+    _, data, (_, svd), trained = made
+    degrees = data.whole().target.degrees()
     found = with_all_parts(made, monkeypatch)
     assert found.items.shape[1] == svd.model.num_values + 16 + 1
-    users = torch.from_numpy(np.flatnonzero(data.target.degrees()[0]))
+    users = torch.from_numpy(np.flatnonzero(degrees[0]))
     sample = torch.from_numpy(data.judge().held_out.users[:256])
     spectral = svd.model.scores(users) * svd.factors
     encoder = trained.scores(users) / trained.scores(sample).square().mean().sqrt()
-    popularity = torch.from_numpy(np.log(data.target.degrees()[1] + 0.5)).float()
+    popularity = torch.from_numpy(np.log(degrees[1] + 0.5)).float()
     popularity = popularity - popularity.mean()
     want = spectral + 0.5 * encoder + 0.2 * popularity / popularity.square().mean().sqrt()
     torch.testing.assert_close(found.users[users] @ found.items.T, want, atol=1e-3, rtol=1e-3)
@@ -58,7 +59,7 @@ def test_a_part_that_does_not_help_is_left_out(made: Made, monkeypatch: pytest.M
     monkeypatch.setattr(joined, "ENCODER_WEIGHTS", (0.0,))
     monkeypatch.setattr(joined, "POPULARITY_WEIGHTS", (0.0,))
     found = join(*made[1:])
-    assert found.items.shape[1] == made[2].model.num_values
+    assert found.items.shape[1] == made[2].served.model.num_values
     assert found.folding.encoder is None
     assert join(made[1], made[2], None).folding.encoder is None
     alone = join(made[1], None, made[3])  # the encoder alone, with its prior
@@ -71,7 +72,7 @@ def test_folding_is_the_trainings_formula(made: Made, monkeypatch: pytest.Monkey
     save(export(both, data, found, {}), tmp_path)
     folding = load(tmp_path).folding
     assert folding is not None
-    of_target, of_source = data.target, data.source
+    of_target, of_source = data.whole().target, data.source
     for user in range(0, 160, 7):
         items, owned = (graph.items[graph.users == user] for graph in (of_target, of_source))
         if len(items):
@@ -84,8 +85,10 @@ def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path
     cold = data.target.users[0]  # loses every target edge
     kept = data.target.users != cold
     target = type(data.target)(data.target.users[kept], data.target.items[kept], 160, data.target.num_items)
-    data = MatchData(data.source, target, data.validation, data.owned_twins)
-    found = join(data, pure_svd(data, both=True), made[3])
+    kept = data.validation.users != cold
+    held_out = HeldOut(data.validation.users[kept], data.validation.items[kept])
+    data = MatchData(data.source, target, held_out, data.owned_twins)
+    found = join(data, fit_joint_svd(data), made[3])
     save(export(both, data, found, {}), tmp_path)
     matcher = Matcher(load(tmp_path), "exact", CPUBackend())
     assert both.ids_are_apart
@@ -103,13 +106,48 @@ def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path
     basis, items = asked(stranger, *owned.tolist())
     assert basis is Basis.FOLDED  # by source items alone
     assert items[:20] == asked(name)[1][:20]
-    sold = both.target_ids[np.argmax(data.target.degrees()[1])]
+    degrees = data.whole().target.degrees()
+    sold = both.target_ids[np.argmax(degrees[1])]
     assert asked(stranger, int(sold))[0] is Basis.FOLDED
-    other = next(user for user in range(160) if user != cold and data.target.degrees()[0][user])
+    other = next(user for user in range(160) if user != cold and degrees[0][user])
     assert asked(both.users[other])[0] is Basis.TARGET
     assert asked(both.users[other], *both.source_ids[both.source.items[both.source.users == other]])[0] is Basis.TARGET
     new = np.setdiff1d(both.source_ids, both.source_ids[both.source.items[both.source.users == other]])[0]
     assert asked(both.users[other], int(new))[0] is Basis.FOLDED
+
+
+def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_them(made: Made) -> None:
+    _, data, svd, trained = made
+    whole = data.whole()
+    pairs = {*zip(data.target.users, data.target.items, strict=True)}
+    added = {*zip(whole.target.users, whole.target.items, strict=True)} - pairs
+    assert added == {*zip(*data.validation, strict=True)}
+    assert len(whole.target.users) == len(pairs) + len(added)
+    # An item that the validation alone asks for can be scored by what is served, not by what was chosen.
+    unknown = np.setdiff1d(data.validation.items, data.target.items)
+    users = torch.from_numpy(data.validation.users[np.isin(data.validation.items, unknown)])
+    for model, is_known in ((svd.chosen, False), (svd.served, True)):
+        scores = model.model.scores(users)[:, unknown]
+        assert bool((scores.abs().amax(0) > 1e-4).all()) is is_known
+    assert svd.served.settings == svd.chosen.settings
+    assert svd.served.validation == svd.chosen.validation
+    for name, fit in BASELINES.items():
+        fitted = fit(data)
+        assert fitted is not None, name
+        assert fitted.chosen.settings == fitted.served.settings
+        asked = data.judge()
+        held = [smooth_hit(asked.ranks_by(model.scores)) for model in fitted]
+        assert held[0] == pytest.approx(fitted.chosen.validation)
+        assert held[1] > held[0], name
+    # The encoder: the same weights pass messages over all edges.
+    again = trained.validated
+    assert smooth_hit(data.judge().ranks_by(again.scores)) == pytest.approx(trained.validation)
+    changed = (trained.users != again.users).any(1).numpy()
+    assert changed[data.validation.users].all()
+    assert trained.folding.degrees.tolist() == whole.target.degrees()[1].tolist()
+    user = int(data.validation.users[0])
+    items = whole.target.items[whole.target.users == user]
+    np.testing.assert_allclose(trained.folding.vector(user, items), trained.users[user], atol=1e-5)
 
 
 @pytest.mark.parametrize(("k", "power"), [(4, 0.0), (4, 0.75)])
