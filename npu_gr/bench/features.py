@@ -7,13 +7,13 @@ pass runs, scores come back. A group's own cost is the time beyond that of the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName

@@ -23,8 +23,11 @@ class ItemVocabulary:
     def __init__(self, ids: I64) -> None:
         """Keep the trained items: int64 [num_items], the id of each row, distinct, not negative."""
         self.ids = ids
-        self._order = np.argsort(ids)
-        self._sorted = ids[self._order]
+        order = np.argsort(ids)
+        self._sorted = ids[order]
+        # one more, which an id beyond the largest finds
+        self._order = np.append(order, UNKNOWN)
+        self._found = np.append(self._sorted, UNKNOWN)
         self._table: I64 | None = None
         if len(ids) and int(self._sorted[-1]) < _DIRECT * len(ids) + 1024:
             # One slot an id from 0 to the largest, and a last one that ids beyond them look up.
@@ -66,8 +69,10 @@ class ItemVocabulary:
             slots = np.minimum(ids.view(np.uint64), np.uint64(len(self._table) - 1))
             found: I64 = self._table[slots.view(np.int64)]
             return found
-        at = np.minimum(self._sorted.searchsorted(ids), len(self._sorted) - 1)
-        return np.where(self._sorted[at] == ids, self._order[at], UNKNOWN)
+        at = self._sorted.searchsorted(ids)
+        found = self._order[at]
+        found[self._found[at] != ids] = UNKNOWN
+        return found
 
     def ids_of(self, rows: I64) -> I64:
         """Look up the id of each row, [n] -> [n]."""

@@ -17,11 +17,13 @@ docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import xxhash
+from msgspec import field
+from msgspec.structs import replace
 
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.core.arrays import I64
@@ -31,10 +33,10 @@ from npu_gr.feature_schema.columns import NO_COLUMNS, ModelFeatures, OneRow
 from npu_gr.feature_schema.encode import Encoded
 
 NO_FEATURES = ModelFeatures()
+NO_NEW_ROW = 1 << 62  # beyond every row
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tokens:
+class Tokens(msgspec.Struct, frozen=True, eq=False):
     """The model's input for one user. e = events; n = tokens: the user's, where the model has any, then the events'."""
 
     events: Events  # [e] with external item ids; the action of an item's own token is -1
@@ -42,8 +44,9 @@ class Tokens:
     report: HistoryReport
     user: Encoded | None = None  # [1] the user's features; None = none of these tokens is the user's
     features: Encoded | None = None  # [e] of the events; None = the model has none
-    first_new_row: int = 1 << 62  # rows from this one on are of items that the model was not trained with
+    first_new_row: int = NO_NEW_ROW  # rows from this one on are of items that the model was not trained with
     user_tokens: int = 1  # that the user's features are; they are never parted
+    plain: str = ""  # `Events.fingerprint` of all of them without features, where it is known
     _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
 
     @property
@@ -57,7 +60,7 @@ class Tokens:
         return True
 
     def __len__(self) -> int:
-        return len(self.rows) + self.num_user
+        return len(self.rows) + (0 if self.user is None else self.user_tokens)
 
     def __getitem__(self, part: slice) -> Tokens:
         """Return some of the tokens; of the user's all or none. The report stays that of the whole history."""
@@ -96,10 +99,12 @@ class Tokens:
     def _fingerprint(self, num_tokens: int) -> str:
         """Features count as the model reads them: what it does not know of them is the same as what is missing."""
         num_events = max(num_tokens - self.num_user, 0)
-        events = self.events if num_events == len(self.events) else self.events[:num_events]
-        plain = (replace(events, features=NO_COLUMNS) if events.features else events).fingerprint()
+        plain = self.plain if num_events == len(self.events) else ""
+        if not plain:
+            events = self.events[:num_events]
+            plain = (replace(events, features=NO_COLUMNS) if events.features else events).fingerprint()
         rows = self.rows[:num_events]
-        if len(new := rows[rows >= self.first_new_row]):
+        if self.first_new_row != NO_NEW_ROW and len(new := rows[rows >= self.first_new_row]):
             plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
         if self.user is None and self.features is None:
             return plain
@@ -143,6 +148,7 @@ def tokenize(
     refuse_unknown: bool,
     first_index: int = 0,
     name: str = "",
+    plain: str = "",
     tokens_per_event: int = 1,
     features: ModelFeatures = NO_FEATURES,
     user_features: OneRow | None = None,
@@ -158,6 +164,7 @@ def tokenize(
         refuse_unknown: raise for an unknown item; False: drop it.
         first_index: index of the first event in the user's whole history, of which a caller may send the end alone.
         name: fingerprint of the history, for the report.
+        plain: `Events.fingerprint` of the events without features, where it is known.
         tokens_per_event: 2 = a token of the item, then one of the action.
         features: of the model.
         user_features: values of those of the user.
@@ -169,6 +176,7 @@ def tokenize(
     if len(events) and int(events.actions.view(np.uint16).max()) >= num_actions:  # unsigned, a negative one is large
         worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
+    given = events
     step = -(-cut_step_tokens // tokens_per_event)
     cut = window_start(first_index, len(events), max_tokens // tokens_per_event, step)
     if cut:
@@ -186,17 +194,30 @@ def tokenize(
         actions[::2] = -1
         events = Events(np.repeat(events.items, 2), actions, np.repeat(events.timestamps, 2), events.origin)
         rows = np.repeat(rows, 2)
-    try:
-        user = features.row(features.user, user_features)
-    except ValueError as error:
-        raise Unprocessable(f"features.user.{error}") from None
+    user = of_events = None
+    missing: tuple[str, ...] = ()
+    if features.features:
+        try:
+            user = features.row(features.user, user_features)
+        except ValueError as error:
+            raise Unprocessable(f"features.user.{error}") from None
+        missing = features.missing(user=user_features or {}, event=events.features.given)
+        of_events = features.rows(features.event, events.features, len(rows))
     report = HistoryReport(
         fingerprint=name,
         num_tokens=len(rows) + features.num_user_tokens,
         cut_tokens=first_index + cut,
         unknown_items=unknown,
-        missing_features=features.missing(user=user_features or {}, event=events.features.given),
+        missing_features=missing,
         origin=events.origin,
     )
-    of_events = features.rows(features.event, events.features, len(rows))
-    return Tokens(events, rows, report, user, of_events, len(vocabulary.ids), features.num_user_tokens)
+    return Tokens(
+        events,
+        rows,
+        report,
+        user,
+        of_events,
+        len(vocabulary.ids) if len(vocabulary.new_ids) else NO_NEW_ROW,
+        features.num_user_tokens,
+        plain if events is given else "",
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -66,8 +66,7 @@ class UserFeaturesOrigin(NamedTuple):
     fault: StoreFault | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Events:
+class Events(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """Behaviours, oldest first, with the caller's own item ids. n = number of events."""
 
     items: I64  # [n] external item ids
@@ -103,7 +102,7 @@ class Events:
 
     def coming_from(self, origin: HistoryOrigin) -> Events:
         """Return the same behaviours with another origin."""
-        return replace(self, origin=origin)
+        return msgspec.structs.replace(self, origin=origin)
 
     def copy(self) -> Events:
         """Return a copy of the request's own: a slice would keep the longer history alive that it was cut from."""
@@ -135,13 +134,13 @@ class Events:
         if first_index:
             digest.update(first_index.to_bytes(8, "little"))
         for row in (self.items, self.actions, self.timestamps):
-            digest.update(np.ascontiguousarray(row).data)
+            bytes_of: Any = row if row.flags.c_contiguous else np.ascontiguousarray(row)
+            digest.update(bytes_of)
         self.features.digested(digest.update)
         return digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HistoryRef:
+class HistoryRef(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """How a request names its history.
 
     events  base
@@ -156,8 +155,7 @@ class HistoryRef:
     user_features: OneRow | None = None  # part of the prefix; None = those of the base, or none
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryReport:
+class HistoryReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How the behaviours of a request were read."""
 
     fingerprint: str  # of the newest events, with those that the model lacks; the `base` of a later delta

@@ -69,7 +69,8 @@ class Published(Generic[T]):
         Raises:
             Unavailable: nothing has been published.
         """
-        return self.now.current
+        now = self._now
+        return self.now.current if now is None else now.current
 
     @property
     def previous(self) -> T | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import field
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import NpuGrError, RequestError
@@ -115,8 +116,7 @@ class Reason(StrEnum):
     BROWNOUT = "brownout"  # given up under overload
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SignalRequest:
+class SignalRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Prefill this user's prefix while retrieval still runs."""
 
     user: UserKey
@@ -125,8 +125,7 @@ class SignalRequest:
     model_version: str | None = None  # None = the current one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankRequest:
+class RankRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Score these candidates for this user."""
 
     user: UserKey
@@ -141,8 +140,7 @@ class RankRequest:
     model_version: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalAnswer:
+class SignalAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The decision about a prefill; the prefill itself may still be running."""
 
     verdict: Verdict
@@ -154,7 +152,7 @@ class SignalAnswer:
 
     @property
     def label_value(self) -> str:
-        return self.verdict.value
+        return self.verdict
 
     def log_fields(self) -> dict[str, Any]:
         return {
@@ -165,8 +163,7 @@ class SignalAnswer:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RankAnswer:
+class RankAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Scores in candidate order, and how they came to be."""
 
     model_version: str
@@ -183,7 +180,7 @@ class RankAnswer:
 
     @property
     def label_value(self) -> str:
-        return self.outcome.value
+        return self.outcome
 
     def log_fields(self) -> dict[str, Any]:
         return {
@@ -196,8 +193,7 @@ class RankAnswer:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """The best items after this user's history."""
 
     user: UserKey
@@ -214,8 +210,7 @@ class GenerateRequest:
     model_version: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GenerateAnswer:
+class GenerateAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Items, best first, and how they came to be. n = items, L = codes of a semantic ID."""
 
     model_version: str
@@ -232,7 +227,7 @@ class GenerateAnswer:
 
     @property
     def label_value(self) -> str:
-        return self.outcome.value
+        return self.outcome
 
     def log_fields(self) -> dict[str, Any]:
         return {
@@ -258,8 +253,7 @@ class StageResult(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageReport:
+class StageReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A stage of a cascade. Stages of retrieval run side by side, the others after them."""
 
     stage: str  # trunk | transitions | generate | match | popular | hook | rank
@@ -269,8 +263,7 @@ class StageReport:
     num_items: int  # that the stage answered
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecommendRequest:
+class RecommendRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Retrieve and rank items for this user, in one call."""
 
     user: UserKey
@@ -288,8 +281,7 @@ class RecommendRequest:
     model_version: str | None = None  # of the ranker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecommendAnswer:
+class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Items, best first, and how they came to be. n = items."""
 
     model_version: str  # of the ranker
@@ -348,8 +340,7 @@ class Basis(StrEnum):
     POPULARITY = "popularity"  # no vector: the most popular items
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MatchRequest:
+class MatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """The best items for this user by vectors trained across domains."""
 
     user: UserKey
@@ -361,8 +352,7 @@ class MatchRequest:
     vectors_version: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MatchAnswer:
+class MatchAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Items, best first, and the basis of their scores. n = items."""
 
     vectors_version: str
@@ -384,8 +374,7 @@ class MatchAnswer:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EventsRequest:
+class EventsRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Append these behaviours of the user, durably."""
 
     user: UserKey
@@ -393,8 +382,7 @@ class EventsRequest:
     idempotency_key: str | None = None  # the same key of the same user is applied once
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventsAnswer:
+class EventsAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The number of behaviours in the history store."""
 
     num_events: int  # of the user
@@ -409,8 +397,7 @@ class EventsAnswer:
         return {"num_events": self.num_events, "sorted_events": self.sorted_events or None}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class IngestRequest:
+class IngestRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """Write behaviours of many users of one tenant, durably."""
 
     tenant: str
@@ -422,8 +409,7 @@ class IngestRequest:
         return UserKey(self.tenant, "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class IngestAnswer:
+class IngestAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):
     """What became of each user."""
 
     results: tuple[Written | NpuGrError, ...]  # in the order of the request
@@ -447,8 +433,7 @@ class IngestAnswer:
         return {"num_users": len(self.results), "num_failed": self.num_failed or None, "num_added": self.num_added}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EraseRequest:
+class EraseRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Forget this user: stored behaviours, known prefixes, KV in every tier, running prefills too."""
 
     user: UserKey
@@ -460,8 +445,7 @@ RECORDINGS = "recordings"
 VECTORS = "vectors"  # until they are made without the user: a file of the operator's, which still answers matches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EraseAnswer:
+class EraseAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The confirmation that nothing finds the user any more."""
 
     pending: tuple[str, ...] = ()  # places that still hold something of the user

@@ -1,7 +1,8 @@
 """The device threads and the queue that they share. The rest of the product calls `scheduler.py`.
 
-Each thread takes a pass from the queue, runs it to its end, delivers the results to the event loop, and takes the
-next pass. A lock guards the queue: every method may be called from any thread, unless it says otherwise.
+Each thread takes a pass from the queue, runs it to its end, and looks for the next one before it delivers the results
+to the event loop: so an idle thread delivers as its last act before it sleeps, and leaves the interpreter to the loop
+that it has just woken. A lock guards the queue: every method may be called from any thread, unless it says otherwise.
 
 Idle threads are woken at the end of a turn of the event loop, once for all jobs of the turn. A thread that wakes before
 waits for the interpreter anyway, for the loop has it, and takes from the pass what the turn would still have added.
@@ -19,11 +20,12 @@ from typing import Any
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Refusal, Unavailable
 from npu_gr.engine.job import Job, JobResult
-from npu_gr.engine.queue import JobQueue, SchedulerConfig
+from npu_gr.engine.queue import JobQueue, NextPass, SchedulerConfig
 
 log = logging.getLogger(__name__)
 
 _Ended = tuple[Job, JobResult[Any] | NpuGrError]
+_LATE = "the deadline passed while waiting for the device"
 
 
 class DeviceThreads:
@@ -46,7 +48,8 @@ class DeviceThreads:
         self._stream = stream
         self._on_pass = on_pass
         self._queue = JobQueue(config)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle: list[threading.Lock] = []  # the bells of the threads that sleep: whoever takes one out rings it
         self._stopping = False
         self._untold = 0  # jobs of this turn of the event loop, of which idle threads do not know
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -67,13 +70,13 @@ class DeviceThreads:
 
     async def stop(self) -> None:
         """End the threads after the passes that run. Jobs that still wait end with Unavailable."""
-        with self._changed:
+        with self._lock:
             self._stopping = True
-            self._changed.notify_all()
+        self._ring(len(self._threads))
         for thread in self._threads:
             if thread.ident is not None:
                 await asyncio.to_thread(thread.join)
-        with self._changed:
+        with self._lock:
             left = self._queue.drain()
         self._deliver([(job, Unavailable("the instance is stopping")) for job in left])
 
@@ -90,7 +93,7 @@ class DeviceThreads:
         assert self._loop is not None, "start() first"
         future: asyncio.Future[JobResult[Any]] = self._loop.create_future()
         job.tag = future
-        with self._changed:
+        with self._lock:
             if self._stopping:
                 raise Unavailable("the instance is stopping")
             shed = self._queue.put(job, time.monotonic(), force=force)
@@ -102,18 +105,24 @@ class DeviceThreads:
         return future
 
     def _tell(self) -> None:
-        with self._changed:
-            self._changed.notify(self._untold)
-        self._untold = 0
+        untold, self._untold = self._untold, 0
+        self._ring(untold)
+
+    def _ring(self, num: int) -> None:
+        """Wake so many of the threads that sleep."""
+        with self._lock:
+            bells, self._idle = self._idle[:num], self._idle[num:]
+        for bell in bells:
+            bell.release()
 
     def weigh(self, tenant_weights: Mapping[str, float]) -> None:
         """Set the weights of tenants."""
-        with self._changed:
+        with self._lock:
             self._queue.weights = tenant_weights
 
     def withdraw(self, job: Job) -> bool:
         """Take a job out of the queue, and its later steps. Returns False if it is not waiting."""
-        with self._changed:
+        with self._lock:
             return self._queue.withdraw(job)
 
     def cancel_at_step(self, job: Job) -> None:
@@ -123,7 +132,7 @@ class DeviceThreads:
 
     def hasten(self, job: Job, order_at: float) -> None:
         """Move a job forward in the queue."""
-        with self._changed:
+        with self._lock:
             self._queue.hasten(job, order_at)
 
     @property
@@ -142,7 +151,7 @@ class DeviceThreads:
         Args:
             within_s: the request's order counts from now on by so many seconds.
         """
-        with self._changed:
+        with self._lock:
             now_at = time.monotonic()
             ahead_s = self._queue.ahead_s(now_at + within_s)
             running_s = max(0.0, min(self._pass_ends_at) - now_at)
@@ -151,28 +160,46 @@ class DeviceThreads:
     # ---- a device thread
 
     def _work(self, stream: int) -> None:
+        bell = threading.Lock()
+        bell.acquire()
+        ended: list[_Ended] = []
         with self._stream():
-            while jobs := self._take():
-                self._run_pass(stream, jobs)
-
-    def _take(self) -> list[Job]:
-        """Wait for the next pass. Empty = stop."""
-        with self._changed:
-            while not self._stopping:
-                taken = self._queue.take(time.monotonic())
-                late = "the deadline passed while waiting for the device"
-                self._deliver([(job, DeadlineExceeded(late)) for job in taken.expired])
+            while (taken := self._take(bell)) is not None:
+                self._deliver(ended + [(job, DeadlineExceeded(_LATE)) for job in taken.expired])
                 if taken.jobs:
-                    return taken.jobs
-                self._changed.wait(taken.wait_s)
-        return []
+                    ended = self._run_pass(stream, taken.jobs)
+                else:
+                    ended = []
+                    self._sleep(bell, taken.wait_s)
+        self._deliver(ended)
 
-    def _run_pass(self, stream: int, jobs: list[Job]) -> None:
+    def _take(self, bell: threading.Lock) -> NextPass | None:
+        """Take the next pass, or be counted among those that sleep. None = stop."""
+        with self._lock:
+            if self._stopping:
+                return None
+            taken = self._queue.take(time.monotonic())
+            if not taken.jobs:
+                self._idle.append(bell)
+            return taken
+
+    def _sleep(self, bell: threading.Lock, wait_s: float | None) -> None:
+        """Wait until somebody rings, or so many seconds."""
+        if bell.acquire(timeout=-1 if wait_s is None else wait_s):
+            return
+        with self._lock:
+            if bell in self._idle:
+                self._idle.remove(bell)
+                return
+        bell.acquire()  # somebody has taken it out, and rings it now
+
+    def _run_pass(self, stream: int, jobs: list[Job]) -> list[_Ended]:
         began_at = time.monotonic()
-        expected_s = sum(job.estimate_s for job in jobs)
+        expected_s = sum([job.estimate_s for job in jobs])
         self._pass_ends_at[stream] = began_at + expected_s * self._queue.slowdown.value
         results = self._attempt(jobs)
-        took_s = time.monotonic() - began_at
+        now_at = time.monotonic()
+        took_s = now_at - began_at
         self._pass_ends_at[stream] = 0.0
         self._queue.slowdown.observe(expected_s, took_s)
         try:
@@ -180,18 +207,19 @@ class DeviceThreads:
         except Exception:  # as in `_attempt`
             log.exception("a pass could not be noted")
         ended: list[_Ended] = []
-        for job, result in zip(jobs, results, strict=True):
-            if isinstance(result, NpuGrError):
-                ended.append((job, result))
-                continue
-            queue_s = began_at - job.submitted_at
-            with self._changed:
-                has_next = self._queue.put_next_step(job, time.monotonic())
-                if has_next:
-                    self._changed.notify()
-            if not has_next:
-                ended.append((job, JobResult(result, queue_s, took_s, len(jobs), job.ran)))
-        self._deliver(ended)
+        num_next = 0
+        with self._lock:
+            for job, result in zip(jobs, results, strict=True):
+                if isinstance(result, NpuGrError):
+                    ended.append((job, result))
+                elif self._queue.put_next_step(job, now_at):
+                    num_next += 1
+                else:
+                    queue_s = began_at - job.submitted_at
+                    ended.append((job, JobResult(result, queue_s, took_s, len(jobs), job.ran)))
+        if num_next:
+            self._ring(num_next)
+        return ended
 
     def _attempt(self, jobs: list[Job]) -> list[Any]:
         """Run a pass. Returns a result or an error for each job.

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 T = TypeVar("T")
 
@@ -41,8 +42,7 @@ class JobStep(NamedTuple):
     estimate_s: float  # device seconds
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Job:
+class Job(msgspec.Struct, eq=False, kw_only=True):
     """One unit of device work, in the queue's own terms."""
 
     run: BatchFn
@@ -58,17 +58,16 @@ class Job:
     tenant: str = ""  # of its request
     preemptible: bool = False  # waits behind every request; a full queue drops it to make room for one
     rest: Sequence[JobStep] = ()  # later steps; each is a pass of its own, and other jobs may run in between
-    ran: int = field(default=0, init=False)  # steps that have run
+    ran: int = 0  # steps that have run
     arrived_at: float | None = None  # of its request; None = when the job is put
     submitted_at: float = 0.0
-    is_waiting: bool = field(default=False, init=False)
+    is_waiting: bool = False
     tag: Any = None  # the submitter's
-    has_ended: bool = field(default=False, init=False)  # set on the event loop: the device has let go of it
+    has_ended: bool = False  # set on the event loop: the device has let go of it
     let_go: Any = None  # a future of a submitter that was cancelled before that
 
 
-@dataclass(frozen=True, slots=True)
-class JobResult(Generic[T]):
+class JobResult(msgspec.Struct, Generic[T], frozen=True):
     """A job's result and where its time went."""
 
     value: T

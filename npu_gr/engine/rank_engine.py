@@ -10,12 +10,14 @@ Every method submits a job to the scheduler and awaits it; tensors are built and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
@@ -48,8 +50,7 @@ class LateFeatures(NamedTuple):
 NONE_LATE = LateFeatures()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankPass:
+class RankPass(msgspec.Struct, frozen=True, eq=False):
     """One request's share of a forward pass, in host arrays.
 
         history    0 ........ cached.num_tokens ........ len(tokens)
@@ -195,8 +196,8 @@ class RankEngine(PageJobs):
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
         """
         cached = work.cached.num_tokens if work.cached else 0
-        demand = work.demand
-        expected_s = self.cost.pass_s(demand.tokens, cached, demand.rows)
+        start = cached if work.cached else work.first_token
+        expected_s = self.cost.pass_s(len(work.tokens) - start, cached, len(work.candidates))
         done = await self.scheduler.batch(
             work,
             self.forward,
@@ -208,7 +209,7 @@ class RankEngine(PageJobs):
         )
         if work.cached is None and done.batch_size == 1:
             self.observe_pass(expected_s, done.device_s)
-        return self._scores(work, done.value)._replace(queue_s=done.queue_s, device_s=done.device_s)
+        return self._scores(work, done.value, done.queue_s, done.device_s)
 
     async def find(
         self, work: FindPass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
@@ -299,10 +300,11 @@ class RankEngine(PageJobs):
             self._items[first_row : first_row + len(vectors)] = self.model.compared(vectors)
         self.backend.synchronize()
 
-    def _scores(self, work: RankPass, scores: F32) -> RankScores:
+    def _scores(self, work: RankPass, scores: F32, queue_s: float = 0.0, device_s: float = 0.0) -> RankScores:
         """Part what `forward` returns for a request."""
-        num_tasks = len(self.model.config.tasks)
-        return RankScores(scores[:, :num_tasks], None if work.vector is None else scores[:, num_tasks])
+        if work.vector is None:
+            return RankScores(scores, None, queue_s, device_s)
+        return RankScores(scores[:, :-1], scores[:, -1], queue_s, device_s)
 
     def _table(self) -> torch.Tensor:
         if self._items is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64

@@ -79,6 +79,8 @@ class Columns(NamedTuple):
 
         Equal values give equal bytes, however wide the column is that holds them.
         """
+        if not self:
+            return
         columns: list[tuple[str, Any]] = [*self.numbers.items(), *self.names.items()]
         for name, column in sorted(columns, key=lambda named: named[0]):
             if column.ndim == 1:

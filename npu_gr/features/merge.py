@@ -8,10 +8,10 @@ is remembered for it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import Events

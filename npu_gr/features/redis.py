@@ -21,8 +21,9 @@ import base64
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written

@@ -26,11 +26,10 @@ import xxhash
 
 from npu_gr import __version__
 from npu_gr.admission.config import AdmissionConfig
-from npu_gr.core.kinds import KINDS, Kind
-from npu_gr.core.secret import Secret
+from npu_gr.core.kinds import KINDS, Kind, Scored
 from npu_gr.core.served import ModelInfo
 from npu_gr.feature_schema.schema import Feature
-from npu_gr.front.wire import ErrorOut, Wire, wire_of
+from npu_gr.front.wire import ErrorOut, Wire, decoder, encoder, wire_of
 from npu_gr.metrics.registry.deltas import Delta
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.config import ServerConfig
@@ -88,14 +87,14 @@ class AskFrame(_Frame, frozen=True, tag=5):
 
     id: int
     name: str
-    body: memoryview
+    body: bytes
 
 
 class ToldFrame(_Frame, frozen=True, tag=6):
     """The answer of a question."""
 
     id: int
-    body: memoryview
+    body: bytes
 
 
 class StateFrame(_Frame, frozen=True, tag=7):
@@ -189,6 +188,8 @@ class KindFrames:
         self.kind = kind
         self.request = wire_of(kind.request)
         self.answered = wire_of(kind.answer)
+        # the field of an answer that has items which are shown by their names; "" = none
+        self.named = {Scored.CANDIDATES: "top", Scored.ITEMS: "item_ids", Scored.NOTHING: ""}[kind.scored]
         title = kind.name.title()
         self.call = _with(CallFrame, f"Call{title}", 100 + index, request=self.request.type)
         self.answer = _with(AnswerFrame, f"Answer{title}", 200 + index, answer=self.answered.type)
@@ -226,38 +227,19 @@ def _form(struct: type[Any]) -> str:
 BUILD = f"{__version__} {xxhash.xxh3_64_hexdigest('|'.join(_form(one) for one in _ALL).encode())}"
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, Secret):  # the connection is between two processes of one user
-        return value.reveal()
-    raise NotImplementedError(f"{type(value).__name__} has no form on the wire")
+encode = encoder().encode
+"""Write a frame without its length.
 
+Raises:
+    UnicodeEncodeError: a text of it is not Unicode. OverflowError: a number needs more than 64 bits.
+"""
 
-def _special(cls: type[Any], value: Any) -> Any:
-    if issubclass(cls, Secret):
-        return cls(value)
-    raise NotImplementedError(f"{cls.__name__} has no form on the wire")
+decode = decoder(Union[_ALL]).decode  # noqa: UP007  (a type that is made at run time)
+"""Read a frame; nothing of it is a view of what it was read from.
 
-
-_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
-_decode = msgspec.msgpack.Decoder(Union[_ALL], dec_hook=_special).decode  # noqa: UP007  (a type made at run time)
-
-
-def encode(frame: Any) -> bytes:
-    """Write a frame without its length.
-
-    Raises:
-        UnicodeEncodeError: a text of it is not Unicode. OverflowError: a number needs more than 64 bits.
-    """
-    return _encode(frame)
-
-
-def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Read a frame; its arrays and bodies are views of `data`.
-
-    Raises:
-        msgspec.DecodeError: it is no frame of this build.
-    """
-    return _decode(data)
+Raises:
+    msgspec.DecodeError: it is no frame of this build.
+"""
 
 
 def pack(wire: Wire, value: Any) -> Any:

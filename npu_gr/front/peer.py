@@ -50,8 +50,12 @@ class Peer(asyncio.BufferedProtocol):
 
     # ---- sending
 
-    def send(self, frame: Any) -> None:
+    def send(self, frame: Any, *, is_alone: bool = False) -> None:
         """Send a frame at the end of this turn of the event loop; nothing happens where the other side is gone.
+
+        Args:
+            frame: any.
+            is_alone: no other frame can follow in this turn, so it goes at once: waiting for the end costs another.
 
         Raises:
             TooLarge: it is longer than a frame may be. UnicodeEncodeError: a text of it is not Unicode.
@@ -61,8 +65,11 @@ class Peer(asyncio.BufferedProtocol):
         data = encode(frame)
         if len(data) > MAX_FRAME_BYTES:
             raise TooLarge(f"{type(frame).__name__}: {len(data):,} bytes, a frame has {MAX_FRAME_BYTES:,} at most")
-        self.flush_soon()
+        if not is_alone:
+            self.flush_soon()
         self._out += (len(data).to_bytes(HEADER_BYTES, "little"), data)
+        if is_alone:
+            self._flush()
 
     def flush_soon(self) -> None:
         """Call `before_flush`, and write, at the end of this turn."""
@@ -143,15 +150,14 @@ class Peer(asyncio.BufferedProtocol):
                     self._long[: self._long_filled] = chunk[begin + HEADER_BYTES : self._filled]
                     begin = self._filled
                 break
-            # a copy: arrays read it for as long as they live, and the chunk is filled again
-            self._take(bytes(chunk[begin + HEADER_BYTES : end]))
+            self._take(chunk[begin + HEADER_BYTES : end])
             begin = end
         left = self._filled - begin
         if begin and left:
             self._chunk[:left] = self._chunk[begin : self._filled]
         self._filled = left
 
-    def _take(self, data: bytes | bytearray) -> None:
+    def _take(self, data: memoryview | bytearray) -> None:
         if not self.is_open or self._why:
             return
         try:

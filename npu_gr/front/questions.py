@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
 from npu_gr.front.frames import pack, unpack
-from npu_gr.front.wire import Wire, wire_of
+from npu_gr.front.wire import Wire, decoder, encoder, wire_of
 from npu_gr.metrics.status import StatusReport
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.insight import Insight
 from npu_gr.server.recording import RecorderAdmin
 from npu_gr.server.service_protocol import ServiceProtocol
 
-_encode = msgspec.msgpack.Encoder().encode
+_encode = encoder().encode
 
 
 class Named(NamedTuple):
@@ -58,17 +56,17 @@ class Question:
         """Write the answer."""
         return _encode(pack(self._told, told))
 
-    def read(self, body: memoryview) -> Any:
+    def read(self, body: bytes) -> Any:
         """Read what is asked with. Raises msgspec.DecodeError where it is not of this form."""
         return _read(self._asked, body)
 
-    def read_answer(self, body: memoryview) -> Any:
+    def read_answer(self, body: bytes) -> Any:
         """Read the answer. Raises msgspec.DecodeError where it is not of this form."""
         return _read(self._told, body)
 
 
-def _read(wire: Wire, body: memoryview) -> Any:
-    return unpack(wire, msgspec.msgpack.decode(body, type=wire.type))
+def _read(wire: Wire, body: bytes) -> Any:
+    return unpack(wire, decoder(wire.type).decode(body))
 
 
 QUESTIONS = {

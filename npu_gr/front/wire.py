@@ -1,19 +1,19 @@
 """How a request or an answer of `core/request.py` goes into a frame, and comes out of it: derived from its annotations.
 
-    dataclass, NamedTuple         an array of its fields, in order
-    array of numpy                [columns, bytes]: little-endian; columns = 0 where it has one dimension
+    array of numpy                bytes, in the order of this machine; [columns, bytes] where it has two dimensions
     one of several classes        an array that begins with the name of the class
     error of `core/errors.py`     its class, its text, and what else a caller is told
-    everything else               as msgpack has it
+    everything else               as msgpack has it: a Struct or NamedTuple is an array of its fields, in order
 
-Nothing is copied on the way in but into the frame, and nothing on the way out: arrays read the bytes of the frame.
+So a request is itself what msgspec reads and writes, without a line of Python but for its arrays, unless it holds an
+error. An array is copied into the frame, and out of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -23,6 +23,7 @@ from msgspec import inspect
 
 from npu_gr.core import errors
 from npu_gr.core.errors import NpuGrError, Overloaded, Refusal, StoreFailed, StoreFault
+from npu_gr.core.secret import Secret
 
 
 class Wire(NamedTuple):
@@ -87,6 +88,49 @@ def unpack_error(out: ErrorOut) -> Exception:
     return error
 
 
+_DTYPES: dict[Any, np.dtype[Any]] = {}  # of the annotations of arrays that `wire_of` has seen
+
+
+def encoder() -> msgspec.msgpack.Encoder:
+    """Make an encoder of what `Wire.pack` made."""
+    return msgspec.msgpack.Encoder(enc_hook=_plain)
+
+
+def decoder(of: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Make a decoder of a `Wire.type`, or of several. It copies arrays out of what it reads."""
+    return msgspec.msgpack.Decoder(of, dec_hook=_special)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+        data = native.data if native.flags.c_contiguous else native.tobytes()
+        return data if value.ndim == 1 else (value.shape[1], data)
+    if isinstance(value, Secret):  # the connection is between two processes of one user
+        return value.reveal()
+    raise NotImplementedError(f"{type(value).__name__} has no form on the wire")
+
+
+def _special(of: Any, value: Any) -> Any:
+    dtype = _DTYPES.get(of)
+    if dtype is not None:
+        if type(value) is bytes and not len(value) % dtype.itemsize:
+            return np.frombuffer(value, dtype)
+        return _rows(dtype, value)
+    if issubclass(of, Secret):
+        return of(value)
+    raise NotImplementedError(f"{of.__name__} has no form on the wire")
+
+
+def _rows(dtype: np.dtype[Any], value: Any) -> Any:
+    match value:
+        case bytes():
+            raise ValueError(f"{len(value)} bytes are no array of {dtype.name}")
+        case [int(columns), bytes(data)] if columns > 0 and not len(data) % (dtype.itemsize * columns):
+            return np.frombuffer(data, dtype).reshape(-1, columns)
+    raise ValueError(f"neither bytes nor rows of {dtype.name}")
+
+
 def wire_of(annotation: Any) -> Wire:
     """Derive how values of a type go over the wire.
 
@@ -98,7 +142,8 @@ def wire_of(annotation: Any) -> Wire:
     """
     origin = get_origin(annotation)
     if origin is np.ndarray:
-        return _array(np.dtype(get_args(get_args(annotation)[1])[0]))
+        _DTYPES[annotation] = np.dtype(get_args(get_args(annotation)[1])[0])
+        return Wire(annotation)
     if origin in (Union, types.UnionType):
         return _union(get_args(annotation))
     if origin is tuple and get_args(annotation)[-1] is ...:
@@ -108,30 +153,22 @@ def wire_of(annotation: Any) -> Wire:
     if isinstance(annotation, type):
         if issubclass(annotation, NpuGrError):
             return Wire(ErrorOut, pack_error, unpack_error)
-        if dataclasses.is_dataclass(annotation):
-            return _record(annotation, [one.name for one in dataclasses.fields(annotation)])
-        if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
-            return _record(annotation, annotation._fields)
+        if (names := _names(annotation)) is not None:
+            return _record(annotation, names)
     if isinstance(inspect.type_info(annotation), inspect.CustomType):
         raise TypeError(f"{annotation} has no form on the wire")
     return Wire(annotation)
 
 
-def _array(dtype: np.dtype[Any]) -> Wire:
-    little = dtype.newbyteorder("<")
-
-    def pack(array: Any) -> tuple[int, memoryview]:
-        columns = array.shape[1] if array.ndim > 1 else 0
-        return columns, np.ascontiguousarray(array, little).data
-
-    def unpack(out: tuple[int, memoryview]) -> Any:
-        columns, data = out
-        if len(data) % (little.itemsize * max(columns, 1)):
-            raise msgspec.ValidationError(f"{len(data)} bytes are no rows of {max(columns, 1)} {dtype.name}")
-        flat = np.frombuffer(data, little)
-        return flat.reshape(-1, columns) if columns else flat
-
-    return Wire(tuple[int, memoryview], pack, unpack)
+def _names(annotation: Any) -> Sequence[str] | None:
+    """The fields of a class that has such; None = it has none."""
+    if not isinstance(annotation, type):
+        return None
+    if issubclass(annotation, msgspec.Struct):
+        return annotation.__struct_fields__
+    if dataclasses.is_dataclass(annotation):
+        return [one.name for one in dataclasses.fields(annotation)]
+    return getattr(annotation, "_fields", None) if issubclass(annotation, tuple) else None
 
 
 def _union(members: tuple[Any, ...]) -> Wire:
@@ -142,10 +179,10 @@ def _union(members: tuple[Any, ...]) -> Wire:
         optional: Any = Union[inner.type, None]  # noqa: UP007  (made at run time)
         return Wire(optional, _unless_none(inner.pack), _unless_none(inner.unpack))
     wires = [(one, wire_of(one)) for one in others]
-    if all(wire.pack is None and not _is_record(one) for one, wire in wires):
+    if all(wire.pack is None and _names(one) is None for one, wire in wires):
         return Wire(Union[members])  # noqa: UP007  (a type that is made at run time)
     tagged = {
-        one: wire if wire.type is ErrorOut else _record(one, one._fields, tag=one.__name__) for one, wire in wires
+        one: wire if wire.type is ErrorOut else _record(one, _names(one) or (), tag=one.__name__) for one, wire in wires
     }
     of_struct = {wire.type: wire.unpack for wire in tagged.values()}
 
@@ -158,10 +195,6 @@ def _union(members: tuple[Any, ...]) -> Wire:
         return None if make is None else make(out)
 
     return Wire(Union[tuple(of_struct)], pack, unpack)  # noqa: UP007
-
-
-def _is_record(annotation: Any) -> bool:
-    return isinstance(annotation, type) and (dataclasses.is_dataclass(annotation) or hasattr(annotation, "_fields"))
 
 
 def _unless_none(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
@@ -186,10 +219,12 @@ def _values(inner: Wire, annotation: Any) -> Wire:
     )
 
 
-def _record(cls: type[Any], names: Any, tag: str | None = None) -> Wire:
-    """Of a class with fields: a Struct with the same ones, in the same order."""
+def _record(cls: type[Any], names: Sequence[str], tag: str | None = None) -> Wire:
+    """Of a class with fields: itself, or where msgspec cannot tell what it holds, a Struct with the same fields."""
     hints = get_type_hints(cls, include_extras=True)
     wires = [wire_of(hints[name]) for name in names]
+    if tag is None and all(wire.pack is None for wire in wires):
+        return Wire(cls)
     struct = msgspec.defstruct(
         f"{cls.__name__}Out",
         [(name, wire.type) for name, wire in zip(names, wires, strict=True)],

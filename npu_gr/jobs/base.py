@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+import msgspec
 
 from npu_gr.core.request import Answer, Request
 
@@ -31,8 +32,7 @@ class NoSlot:
 NO_SLOT = NoSlot()
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """The times of one request, as instants of time.monotonic(), its place, and whose turn it takes."""
 
     arrived_at: float  # its place in the device's queue counts from here, also if its history took long to read

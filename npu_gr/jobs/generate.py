@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from npu_gr.core.errors import StoreFailed
 from npu_gr.core.request import GenerateAnswer, GenerateRequest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import msgspec
 import xxhash
@@ -34,8 +33,7 @@ from npu_gr.features.user_features import UserFeatures
 from npu_gr.metrics.registry import Metrics
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class UserHistory:
+class UserHistory(msgspec.Struct, frozen=True, eq=False):
     """The behaviours of a request, however they came: given, by a delta, from the store."""
 
     events: Events  # oldest first, with those that no model knows
@@ -73,6 +71,12 @@ class UserHistory:
             of_user = msgspec.msgpack.encode(sorted(user_features.items()))
             fingerprint = xxhash.xxh3_128_hexdigest(fingerprint.encode() + of_user)
         return cls(events, first_index, newest, fingerprint, user_features, features_origin)
+
+    @property
+    def plain_fingerprint(self) -> str:
+        """`Events.fingerprint` of all its events without features, where its own is the same; "" elsewhere."""
+        is_whole = self.newest.events is self.events and not self.newest.first_index
+        return self.fingerprint if is_whole and not (self.user_features or self.events.features) else ""
 
 
 class Histories:

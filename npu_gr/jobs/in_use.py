@@ -10,18 +10,20 @@ class InUse:
 
     def __init__(self) -> None:
         self._count = 0
-        self._is_free = asyncio.Event()
-        self._is_free.set()
+        self._freed: asyncio.Event | None = None  # where somebody waits
 
     def __enter__(self) -> None:
         self._count += 1
-        self._is_free.clear()
 
     def __exit__(self, *_: object) -> None:
         self._count -= 1
-        if not self._count:
-            self._is_free.set()
+        if not self._count and self._freed is not None:
+            self._freed.set()
+            self._freed = None
 
     async def wait_free(self) -> None:
         """Wait until no block is open."""
-        await self._is_free.wait()
+        while self._count:
+            if self._freed is None:
+                self._freed = asyncio.Event()
+            await self._freed.wait()

@@ -12,10 +12,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from npu_gr.catalogue.item_names import EMPTY, ItemNames, names_of
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
@@ -80,7 +80,6 @@ class Ranking:
             names: of its items.
             order: fitted for this version; None = it has none.
         """
-        self._config = config
         self.model = model
         self.actions = ActionNames(model.actions)
         self.features = ModelFeatures(model.features, engine.model.config.num_user_tokens)
@@ -90,6 +89,7 @@ class Ranking:
         self.order = order
         self.engine = engine
         self._tokens_per_event = engine.model.config.tokens_per_event
+        self.reconfigure(config)
         self.relay = relay
         self._metrics = metrics
         self._random = np.random.default_rng(0)
@@ -99,12 +99,9 @@ class Ranking:
     def reconfigure(self, config: RankingConfig) -> None:
         """Apply other settings from now on."""
         self._config = config
-
-    @property
-    def max_events(self) -> int:
-        """Newest behaviours that the window has room for."""
-        most = self._config.max_history_tokens or self.model.max_history_tokens
-        return max(1, (most - self.features.num_user_tokens) // self._tokens_per_event)
+        most = config.max_history_tokens or self.model.max_history_tokens
+        # newest behaviours that the window has room for
+        self.max_events = max(1, (most - self.features.num_user_tokens) // self._tokens_per_event)
 
     @property
     def version(self) -> str:
@@ -134,6 +131,7 @@ class Ranking:
             refuse_unknown=self._config.unknown_items == "refuse",
             first_index=history.first_index,
             name=history.fingerprint,
+            plain=history.plain_fingerprint,
             tokens_per_event=self._tokens_per_event,
             features=self.features,
             user_features=history.user_features,
@@ -306,7 +304,8 @@ class Ranking:
 
     def _scores(self, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, F32]:
         """Put logits into the order of the request, task by task; NaN where the catalogue lacks the item."""
-        return {task: _placed(logits[:, index], known) for index, task in enumerate(self.model.tasks)}
+        columns = _placed(logits, known)
+        return {task: columns[:, index] for index, task in enumerate(self.model.tasks)}
 
     def _top(self, request: RankRequest, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> I64 | None:
         """Pick the best candidates by the first task; of equal ones the earlier."""
@@ -343,12 +342,12 @@ class Ranking:
 
 
 def _placed(scores: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> F32:
-    """Put the scores of the known candidates into the order of the request; NaN at the others."""
+    """Put the scores of the known candidates, [k] or [k, n], into the order of the request; NaN at the others."""
     if len(scores) == len(known):
         return scores
-    column = np.full(len(known), np.nan, np.float32)
-    column[known] = scores
-    return column
+    placed = np.full((len(known), *scores.shape[1:]), np.nan, np.float32)
+    placed[known] = scores
+    return placed
 
 
 _NAMED = 10  # unknown candidates that a message names

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
+from msgspec.structs import replace
 
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens

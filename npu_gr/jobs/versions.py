@@ -204,7 +204,7 @@ class Versions:
     @property
     def max_events(self) -> int:
         """Newest behaviours that the longest window in service has room for."""
-        return max(version.max_events for version in self.current())
+        return max([version.max_events for version in self.current()])
 
     async def stop(self) -> None:
         """Stop every version."""

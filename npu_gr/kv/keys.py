@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from npu_gr.core.history import UserKey
@@ -46,8 +45,10 @@ class ByUser(Generic[E]):
         """Return the user's entries, in a list of their own."""
         return list(self._entries.get(user, ()))
 
-    def matching(self, user: UserKey, model_version: str, layout_id: str) -> Iterator[E]:
-        """Yield the user's entries of one model version and page layout, newest first."""
-        for entry in reversed(self._entries.get(user, ())):
-            if entry.key.model_version == model_version and entry.key.layout_id == layout_id:
-                yield entry
+    def matching(self, user: UserKey, model_version: str, layout_id: str) -> list[E]:
+        """List the user's entries of one model version and page layout, newest first."""
+        return [
+            entry
+            for entry in reversed(self._entries.get(user, ()))
+            if entry.key.model_version == model_version and entry.key.layout_id == layout_id
+        ]

@@ -31,8 +31,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, ValuesView
-from contextlib import contextmanager
+from collections.abc import Callable, ValuesView
+from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -138,6 +138,24 @@ class Room(NamedTuple):
 
     num_pages: int  # at least so many, if the prefix needs so many
     is_at_share: bool  # it has its share, and others want the rest
+
+
+class _Leased(AbstractContextManager[PrefixEntry]):
+    """A block that reads an entry."""
+
+    __slots__ = ("_consume", "_entry", "_pool")
+
+    def __init__(self, pool: PrefixPool, entry: PrefixEntry, consume: bool) -> None:
+        self._pool = pool
+        self._entry = entry
+        self._consume = consume
+
+    def __enter__(self) -> PrefixEntry:
+        self._pool._take(self._entry, self._consume)
+        return self._entry
+
+    def __exit__(self, *_: object) -> None:
+        self._pool._leave(self._entry, self._consume)
 
 
 class PrefixPool(PageTier[PrefixEntry]):
@@ -359,14 +377,16 @@ class PrefixPool(PageTier[PrefixEntry]):
         """Return whether a prefix with this key is being written now."""
         return key in self._reserved
 
-    @contextmanager
-    def lease(self, entry: PrefixEntry, *, consume: bool) -> Iterator[PrefixEntry]:
+    def lease(self, entry: PrefixEntry, *, consume: bool) -> AbstractContextManager[PrefixEntry]:
         """Keep the entry's pages while the block reads them.
 
         Args:
             entry: as `get` or `find` returned it, with no await in between.
             consume: the block is the entry's rank; afterwards its pages may go to other prefixes.
         """
+        return _Leased(self, entry, consume)
+
+    def _take(self, entry: PrefixEntry, consume: bool) -> None:
         assert entry.state in (EntryState.LIVE, EntryState.EVICTABLE)
         if entry.state is EntryState.EVICTABLE:
             self._leave_evictable(entry)
@@ -378,13 +398,12 @@ class PrefixPool(PageTier[PrefixEntry]):
             if entry.is_signalled:
                 entry.holding.judge(is_ranked=True)
             self._end_wait(entry)
-        try:
-            yield entry
-        finally:
-            entry.leases -= 1
-            entry.consumed |= consume
-            if not entry.leases:
-                self._unleased(entry)
+
+    def _leave(self, entry: PrefixEntry, consume: bool) -> None:
+        entry.leases -= 1
+        entry.consumed |= consume
+        if not entry.leases:
+            self._unleased(entry)
 
     def _leave_evictable(self, entry: PrefixEntry) -> None:
         entry.state = EntryState.LIVE

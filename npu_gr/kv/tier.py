@@ -108,8 +108,7 @@ class PageTier(ABC, Generic[E]):
 
     def find(self, user: UserKey, model_version: str, layout_id: str) -> list[E]:
         """Find a user's completely written entries of one model version and page layout, newest first."""
-        found = list(self._users.matching(user, model_version, layout_id))
-        return [entry for entry in found if self.get(entry.key) is entry]
+        return [entry for entry in self._users.matching(user, model_version, layout_id) if self.get(entry.key) is entry]
 
     def knows(self, user: UserKey) -> bool:
         """Whether there are entries of a user, those being written too."""

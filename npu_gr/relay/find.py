@@ -14,8 +14,9 @@ history: same user, model version and layout, and the same fingerprint of that m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from npu_gr.core.request import Reason
 from npu_gr.kv.dram_store import DramEntry
@@ -27,36 +28,31 @@ from npu_gr.relay.producer import Producer
 E = TypeVar("E", bound=TierEntry)
 
 
-@dataclass(frozen=True, slots=True)
-class UseResident:
+class UseResident(msgspec.Struct, frozen=True):
     """Lease a resident prefix."""
 
     entry: PrefixEntry
 
 
-@dataclass(frozen=True, slots=True)
-class AdoptPrefill:
+class AdoptPrefill(msgspec.Struct, frozen=True):
     """Stop a prefill of the whole history, and encode the rest in the rank's own pass."""
 
     producer: Producer
 
 
-@dataclass(frozen=True, slots=True)
-class JoinProducer:
+class JoinProducer(msgspec.Struct, frozen=True):
     """Wait for a producer."""
 
     producer: Producer
 
 
-@dataclass(frozen=True, slots=True)
-class ReloadCopy:
+class ReloadCopy(msgspec.Struct, frozen=True):
     """Start a reload, and wait for it."""
 
     copy: DramEntry
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeAll:
+class ComputeAll(msgspec.Struct, frozen=True):
     """Use nothing, for this reason."""
 
     reason: Reason
@@ -82,8 +78,11 @@ def is_usable(entry: TierEntry, tokens: Prefix) -> bool:
 
 def longest(entries: Iterable[E], tokens: Prefix) -> E | None:
     """Return the longest usable entry."""
-    usable = (entry for entry in entries if is_usable(entry, tokens))
-    return max(usable, key=lambda entry: entry.num_tokens, default=None)
+    found: E | None = None
+    for entry in entries:
+        if (found is None or entry.num_tokens > found.num_tokens) and is_usable(entry, tokens):
+            found = entry
+    return found
 
 
 def longest_producer(producers: Iterable[Producer], tokens: Prefix) -> Producer | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from npu_gr.engine.cost import CostModel
 from npu_gr.relay.config import RelayConfig
@@ -29,8 +30,7 @@ class DeviceEstimates(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class RankTime:
+class RankTime(msgspec.Struct, frozen=True):
     """One rank of a history of `num_tokens` tokens, to be done by `deadline_at`.
 
     `margin_s` of the settings is kept back everywhere, for what follows the device.

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Generic
+from typing import Any, Generic
+
+import msgspec
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
@@ -50,8 +51,7 @@ from npu_gr.relay.trigger import TriggerConfig
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})  # all tenants are equal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank gets its prefix. `cached` stays readable until the block of `Relay.lease` ends."""
 
     outcome: Outcome
@@ -158,15 +158,14 @@ class Relay(Generic[P]):
 
     # ---- lease
 
-    @asynccontextmanager
-    async def lease(
+    def lease(
         self,
         user: UserKey,
         tokens: P,
         num_candidates: int,
         deadline_at: float,
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> AsyncIterator[Lease]:
+    ) -> AbstractAsyncContextManager[Lease]:
         """Get the best way to this history's prefix KV, and hold it while the block runs.
 
         Args:
@@ -176,19 +175,21 @@ class Relay(Generic[P]):
             deadline_at: instant of the clock by which the rank must be done.
             while_waiting: entered while it waits for another request's work, or for a copy.
         """
-        config = self.settings.relay
-        rank_time = RankTime(config, self._engine, self._clock, len(tokens), num_candidates, deadline_at)
-        found = FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if config.enabled else Reason.DISABLED)
-        if config.enabled and len(tokens):
-            found = await self._finder.find(user, tokens, rank_time, while_waiting)
-        try:
-            with self._granted(found, user, tokens, rank_time) as lease:
-                yield lease
-        finally:
-            waited_s = self._signals.rank_ended(user, self._clock())
-            if waited_s is not None:
-                self.measured.t_life_p99_s.observe(waited_s)
-                self._learn_waits()
+        rank_time = RankTime(self.settings.relay, self._engine, self._clock, len(tokens), num_candidates, deadline_at)
+        return _Leasing(self, user, tokens, rank_time, while_waiting)
+
+    async def _find(
+        self, user: UserKey, tokens: P, time: RankTime, while_waiting: Callable[[], AbstractContextManager[None]]
+    ) -> FoundPrefix:
+        if time.config.enabled and time.num_tokens:
+            return await self._finder.find(user, tokens, time, while_waiting)
+        return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if time.config.enabled else Reason.DISABLED)
+
+    def _rank_ended(self, user: UserKey) -> None:
+        waited_s = self._signals.rank_ended(user, self._clock())
+        if waited_s is not None:
+            self.measured.t_life_p99_s.observe(waited_s)
+            self._learn_waits()
 
     def _learn_waits(self) -> None:
         """Tell the pool how long prefixes usually wait for their ranks."""
@@ -199,7 +200,7 @@ class Relay(Generic[P]):
     ) -> AbstractContextManager[Lease]:
         """Turn what was found into a lease: read it, continue it, or else compute everything, or what fits."""
         if found.entry is not None:
-            return self._reading(found, found.entry)
+            return _Reading(self, found, found.entry)
         if found.adoption is not None:
             self.on_first_use(0.0)
             return self._writing(found, found.adoption, tokens)
@@ -215,18 +216,6 @@ class Relay(Generic[P]):
         if adoption is None:
             return nullcontext(Lease(outcome=found.outcome, reason=reason))
         return self._writing(found, adoption, tokens)
-
-    @contextmanager
-    def _reading(self, found: FoundPrefix, entry: PrefixEntry) -> Iterator[Lease]:
-        """Lease a resident prefix; then copy it to DRAM."""
-        if not entry.consumed:
-            self.on_first_use(self._clock() - (entry.expires_at - self.tiers.pool.t_life_s))
-        with self.tiers.pool.lease(entry, consume=True):
-            cached = CachedPrefix(tuple(entry.runs), entry.num_tokens)
-            try:
-                yield Lease(outcome=found.outcome, reason=found.reason, cached=cached)
-            finally:
-                self._spill(entry)  # still leased, so its pages cannot go before the copy holds them
 
     @contextmanager
     def _writing(self, found: FoundPrefix, adoption: Adoption, tokens: P) -> Iterator[Lease]:
@@ -286,3 +275,66 @@ class Relay(Generic[P]):
     async def stop(self) -> None:
         """Cancel the tasks that still run, and wait for them."""
         await self._background.stop()
+
+
+class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
+    """The block of `Relay.lease`."""
+
+    __slots__ = ("_held", "_relay", "_time", "_tokens", "_user", "_while_waiting")
+
+    def __init__(
+        self,
+        relay: Relay[P],
+        user: UserKey,
+        tokens: P,
+        time: RankTime,
+        while_waiting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._relay = relay
+        self._user = user
+        self._tokens = tokens
+        self._time = time
+        self._while_waiting = while_waiting
+
+    async def __aenter__(self) -> Lease:
+        relay = self._relay
+        found = await relay._find(self._user, self._tokens, self._time, self._while_waiting)
+        try:
+            self._held = relay._granted(found, self._user, self._tokens, self._time)
+            return self._held.__enter__()
+        except BaseException:
+            relay._rank_ended(self._user)
+            raise
+
+    async def __aexit__(self, *raised: Any) -> None:
+        try:
+            self._held.__exit__(*raised)
+        finally:
+            self._relay._rank_ended(self._user)
+
+
+class _Reading(AbstractContextManager[Lease]):
+    """The lease of a resident prefix, which is copied to DRAM at its end."""
+
+    __slots__ = ("_entry", "_found", "_held", "_relay")
+
+    def __init__(self, relay: Relay[Any], found: FoundPrefix, entry: PrefixEntry) -> None:
+        self._relay = relay
+        self._found = found
+        self._entry = entry
+
+    def __enter__(self) -> Lease:
+        relay, entry = self._relay, self._entry
+        pool = relay.tiers.pool
+        if not entry.consumed:
+            relay.on_first_use(relay._clock() - (entry.expires_at - pool.t_life_s))
+        self._held = pool.lease(entry, consume=True)
+        self._held.__enter__()
+        cached = CachedPrefix(tuple(entry.runs), entry.num_tokens)
+        return Lease(outcome=self._found.outcome, reason=self._found.reason, cached=cached)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._relay._spill(self._entry)  # still leased, so its pages cannot go before the copy holds them
+        finally:
+            self._held.__exit__(None, None, None)

@@ -5,7 +5,6 @@ The recorder, the player and the request bodies read these tables, so none of th
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -31,7 +30,7 @@ class AnswerFields:
 
 def _request_fields(name: str, kind: Kind[Any, Any]) -> tuple[str, ...]:
     options = OPTIONS[name].__struct_fields__ if name in OPTIONS else ()
-    own = {field.name for field in dataclasses.fields(kind.request)} - set(options)
+    own = set(kind.request.__struct_fields__) - set(options)
     if kind.takes_delta:
         own.add("base")
     return tuple(field for field in SHARED if field in own)
@@ -39,7 +38,7 @@ def _request_fields(name: str, kind: Kind[Any, Any]) -> tuple[str, ...]:
 
 def _answer_fields(kind: Kind[Any, Any]) -> AnswerFields:
     hints = get_type_hints(kind.answer)
-    names = [field.name for field in dataclasses.fields(kind.answer)]
+    names = kind.answer.__struct_fields__
     outcome = _OUTCOME if _OUTCOME in names else kind.label
     versions = [name for name in names if name.endswith("_version")]
     return AnswerFields(

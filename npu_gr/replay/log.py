@@ -10,7 +10,6 @@ several kinds share stands in one Struct, in the field of the kind's name; `OPTI
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import msgspec
@@ -167,14 +166,14 @@ def _derived_options(kind: Kind[Any, Any]) -> type[msgspec.Struct] | None:
     """Make the options of a kind from its request's own fields; arrays become columns. None = it has no own fields."""
     hints = get_type_hints(kind.request)
     fields: list[Any] = []
-    for field in dataclasses.fields(kind.request):
+    for field in msgspec.structs.fields(kind.request):
         if field.name in (*NOT_LOGGED, *SHARED) or field.name.endswith("_version"):
             continue
         is_array = "ndarray" in str(hints[field.name])
         hint = Column if is_array else hints[field.name]
-        if field.default is not dataclasses.MISSING:
+        if field.default is not msgspec.NODEFAULT:
             fields.append((field.name, hint | None if field.default is None else hint, field.default))
-        elif field.default_factory is not dataclasses.MISSING:
+        elif field.default_factory is not msgspec.NODEFAULT:
             fields.append((field.name, hint, msgspec.field(default_factory=field.default_factory)))
         else:
             fields.append((field.name, hint))

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import logging
 import math
@@ -144,8 +143,8 @@ def _history(request: Request) -> Events | None:
 def _arrays_bytes(message: Any) -> int:
     """Bytes of the arrays that the message holds directly or by name."""
     total = 0
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
         for part in value.values() if isinstance(value, Mapping) else (value,):
             total += part.nbytes if isinstance(part, np.ndarray | Columns) else 0
     return total

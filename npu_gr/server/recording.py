@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from typing import Any, Protocol
 
+import msgspec
 from aiohttp import web
 
 from npu_gr.admission.door import Door, Slot
@@ -94,7 +94,7 @@ class RecordingService:
             answer: Any = await self._service.serve(kind, request, budget_s, slot)
         finally:
             is_pending = await self._recorder.erase(request.user)
-        return dataclasses.replace(answer, pending=(*answer.pending, RECORDINGS)) if is_pending else answer
+        return msgspec.structs.replace(answer, pending=(*answer.pending, RECORDINGS)) if is_pending else answer
 
 
 class RecorderAdmin(Protocol):

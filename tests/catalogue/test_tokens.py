@@ -85,6 +85,16 @@ def test_a_fingerprint_names_one_history() -> None:
     assert len(seen) == 51 + 3
 
 
+@pytest.mark.parametrize("num_events", [0, 1, 40, 130])
+def test_a_fingerprint_that_is_known_is_not_computed_again(num_events: int) -> None:
+    """It is believed of the whole history as it came, and of nothing that was cut."""
+    history = events(num_events)
+    tokens = tokenize(history, VOCABULARY, 3, max_tokens=100, cut_step_tokens=16, refuse_unknown=False, plain="known")
+    assert (tokens.fingerprint(len(tokens)) == "known") == (num_events <= 100)
+    for part in (tokens[:1], tokens.newest(1)):
+        assert part.fingerprint(len(part)) == part.events.fingerprint()
+
+
 def test_a_new_item_parts_the_fingerprint_once_it_is_known_and_by_its_row() -> None:
     history = Events.make([3, 900, 5], [1, 1, 1], [10, 20, 30])
 

@@ -8,11 +8,11 @@ import random
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from npu_gr.core.history import Events, UserKey
 from npu_gr.feature_schema.columns import Columns

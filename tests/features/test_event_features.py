@@ -6,7 +6,6 @@ import asyncio
 import base64
 import sqlite3
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, Mode, UserKey, Write

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -150,7 +151,7 @@ async def test_features_of_events_are_loaded(tmp_path: Path) -> None:
     known = {one.name: one for one in features if one.of == "event"}
     given = {column.name: column.values for column in columns if column.name in known and column.of == "event"}
     want = as_columns(known, given, 3).take(log.users == log.user_names.index("u"))
-    assert replace(read, features=want).fingerprint() == read.fingerprint()
+    assert msgspec.structs.replace(read, features=want).fingerprint() == read.fingerprint()
     bad = replace(log, columns=(FeatureColumn(name="spent", of="event", values=objects(["x", None, None])),))
     with pytest.raises(DataError, match="features of events: spent: row 0"):
         await load_interactions(store, bad, ["4"], features=features)

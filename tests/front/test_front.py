@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import io
 import json
 import math
@@ -12,6 +11,7 @@ import time
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 
@@ -125,7 +125,7 @@ class HashedNames(FakeNames):
 
 
 async def test_items_are_shown_by_their_names_and_titles() -> None:
-    answer = dataclasses.replace(ALL["generate"], item_ids=np.array([FIRST_HASHED + 5, 6]))
+    answer = msgspec.structs.replace(ALL["generate"], item_ids=np.array([FIRST_HASHED + 5, 6]))
     service = FakeService({"generate": answer})
     service.names = HashedNames()
     async with fronted(service) as rig:
@@ -291,7 +291,7 @@ async def test_a_worker_that_takes_nothing_is_told_of_to_the_supervisor(monkeypa
         assert peer._transport is not None
         peer._transport.pause_reading()
         worker = rig.workers._workers[0]
-        worker.peer.send(frames.ToldFrame(1, memoryview(bytes(4_000_000))))
+        worker.peer.send(frames.ToldFrame(1, bytes(4_000_000)))
         await until(lambda: bool(rig.stuck))
         assert "has not taken" in rig.stuck[0][1]
         await until(lambda: rig.fronts[0]._peer is None or peer.is_open)
@@ -305,8 +305,8 @@ async def test_a_worker_that_takes_nothing_is_told_of_to_the_supervisor(monkeypa
     [
         frames.CreditFrame({}, {}, {}),
         frames.HelloFrame("another build", 1, 0),
-        frames.AskFrame(1, "metrics", memoryview(b"no msgpack")),
-        frames.AskFrame(1, "no such question", memoryview(b"")),
+        frames.AskFrame(1, "metrics", b"no msgpack"),
+        frames.AskFrame(1, "no such question", b""),
     ],
     ids=["a frame of the engine's", "another build", "no question", "an unknown question"],
 )
@@ -390,7 +390,7 @@ async def test_texts_that_are_no_unicode_are_the_callers_fault() -> None:
     async with fronted(FakeService(ALL)) as rig:
         remote = rig.fronts[0]._service
         assert remote is not None
-        request = dataclasses.replace(_request("rank"), model_version="\ud800")
+        request = msgspec.structs.replace(_request("rank"), model_version="\ud800")
         with pytest.raises(Unprocessable, match="not Unicode"):
             await remote.serve(KINDS["rank"], request, 1.0)
         assert remote._open == {}
@@ -434,7 +434,7 @@ async def test_tls_ends_at_the_workers(authority: Authority) -> None:
 async def test_a_long_request_and_a_long_answer_go_through() -> None:
     """Longer than what is read at a time, both ways."""
     num = 60_000
-    answer = dataclasses.replace(ALL["rank"], scores={"click": np.arange(num, dtype=np.float32)})
+    answer = msgspec.structs.replace(ALL["rank"], scores={"click": np.arange(num, dtype=np.float32)})
     service = FakeService({"rank": answer})
     async with fronted(service, max_history_events=num) as rig:
         body = {

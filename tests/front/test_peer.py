@@ -47,7 +47,7 @@ def framed(*all_frames: Any) -> bytes:
 
 
 def asking(number: int, num_bytes: int) -> AskFrame:
-    return AskFrame(number, "x", memoryview(bytes([number % 256]) * num_bytes))
+    return AskFrame(number, "x", bytes([number % 256]) * num_bytes)
 
 
 @given(

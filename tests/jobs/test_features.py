@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.history import Events, HistoryRef, UserKey

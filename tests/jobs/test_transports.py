@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import EVENTS, GENERATE, RANK, SIGNAL

@@ -7,12 +7,12 @@ import sys
 import time
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from npu_gr.core.errors import StoreFault
 from npu_gr.core.history import HistoryRef, UserFeaturesOrigin, UserFeaturesSource, UserKey

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from npu_gr.admission.door import Slot
 from npu_gr.core.kinds import A, Kind, Q

@@ -10,23 +10,22 @@ import asyncio
 import json
 import logging
 import sys
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind, Priority, Routing, register
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShoutRequest:
+class ShoutRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     user: UserKey
     word: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShoutAnswer:
+class ShoutAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     echo: str
-    stages_s: dict[str, float] = field(default_factory=dict)
+    stages_s: dict[str, float] = msgspec.field(default_factory=dict)
 
     @property
     def label_value(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from npu_gr.core.request import EventsRequest
 from npu_gr.feature_schema.columns import as_columns
 from npu_gr.feature_schema.schema import Feature
 from npu_gr.front import frames
-from npu_gr.front.wire import wire_of
+from npu_gr.front.wire import decoder, encoder, wire_of
 from npu_gr.replay.body import encode
 from npu_gr.replay.files import read
 from npu_gr.server.codec.media import MSGPACK
@@ -152,10 +151,10 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
 
 async def test_a_frame_to_the_engine_carries_them(features: tuple[Feature, ...]) -> None:
     sent = Sent(features, 12, 3)
-    one = dataclasses.replace(events(12, 3), features=sent.columns)
+    one = msgspec.structs.replace(events(12, 3), features=sent.columns)
     wire = wire_of(EventsRequest)
-    packed = msgspec.msgpack.encode(frames.pack(wire, EventsRequest(user=UserKey("", "u"), events=one)))
-    got: Events = frames.unpack(wire, msgspec.msgpack.decode(packed, type=wire.type)).events
+    packed = encoder().encode(frames.pack(wire, EventsRequest(user=UserKey("", "u"), events=one)))
+    got: Events = frames.unpack(wire, decoder(wire.type).decode(packed)).events
     assert got.fingerprint() == one.fingerprint()
     assert got.features.given.keys() == one.features.given.keys() != set()
 

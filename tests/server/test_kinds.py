@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gzip
 import json
 import logging
@@ -87,9 +86,9 @@ def columns_of(request: Any) -> list[list[int]]:
         return [request.tolist()]
     if isinstance(request, tuple):
         return [column for part in request for column in columns_of(part)]
-    if not dataclasses.is_dataclass(request):
+    if not isinstance(request, msgspec.Struct):
         return []
-    return [column for field in dataclasses.fields(request) for column in columns_of(getattr(request, field.name))]
+    return [column for name in request.__struct_fields__ for column in columns_of(getattr(request, name))]
 
 
 def test_every_kind_has_a_codec_and_an_example() -> None:
@@ -222,7 +221,7 @@ async def test_while_draining_only_what_needs_it_is_refused_and_connections_clos
 @each_outcome
 async def test_every_outcome_has_a_value_of_x_cache(outcome: Outcome) -> None:
     service = fake()
-    service.answers["rank"] = dataclasses.replace(EXAMPLES["rank"].answer, outcome=outcome)
+    service.answers["rank"] = msgspec.structs.replace(EXAMPLES["rank"].answer, outcome=outcome)
     async with serving_fake(service) as (client, _), send(client, KINDS["rank"]) as response:
         assert response.headers["X-Cache"] not in ("none", "")
 

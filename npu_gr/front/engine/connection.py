@@ -18,7 +18,6 @@ from typing import Any
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DeadlineExceeded, NotFound, NpuGrError
-from npu_gr.core.kinds import Kind, Scored
 from npu_gr.core.names import is_hashed
 from npu_gr.front import frames
 from npu_gr.front.engine.door import EngineDoor
@@ -77,6 +76,7 @@ class WorkerConnection:
         self._on_load = on_load
         self._on_stats = on_stats
         self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._kept = set[asyncio.Task[None]]()  # those that must finish although their worker is gone
         self._must_finish = set[int]()
@@ -135,7 +135,7 @@ class WorkerConnection:
         if number in self._calls:
             work.close()
             raise ValueError(f"call {number} is open")
-        task = asyncio.get_running_loop().create_task(work)
+        task = self._loop.create_task(work)
         self._calls[number] = task
         if must_finish:
             self._must_finish.add(number)
@@ -163,14 +163,15 @@ class WorkerConnection:
                 if left_s <= 0:
                     raise DeadlineExceeded("the time budget ran out on the way to the engine")
                 answer = await self._service.serve(found.kind, request, left_s, slot)
-            ids = _items(found.kind, answer)
+            ids: I64 | None = getattr(answer, found.named, None) if found.named else None
             names = titles = None
             if ids is not None and len(ids):
                 if is_hashed(ids).any():
                     names = tuple(self._service.names.items(ids))
                 if call.wants_titles:
                     titles = tuple(self._service.names.titles(ids))
-            self.peer.send(found.answer(call.id, frames.pack(found.answered, answer), names, titles))
+            out = found.answer(call.id, frames.pack(found.answered, answer), names, titles)
+            self.peer.send(out, is_alone=len(self._calls) == 1)
         except Exception as error:  # noqa: BLE001  (the caller is told, whatever it is)
             self._fail(call.id, error)
 
@@ -199,7 +200,7 @@ class WorkerConnection:
             if question is None:
                 raise NotFound(f"{ask.name}: there is no such question")
             told = await self._answers[ask.name](question.read(ask.body))
-            self.peer.send(frames.ToldFrame(ask.id, memoryview(question.write_answer(told))))
+            self.peer.send(frames.ToldFrame(ask.id, question.write_answer(told)))
         except Exception as error:  # noqa: BLE001  (whoever asked is told)
             self._fail(ask.id, error)
 
@@ -215,9 +216,3 @@ class WorkerConnection:
         self.peer.send(frames.CreditFrame(slots, dict(self.spent), dict(self.earned)))
         self.spent.clear()
         self.earned.clear()
-
-
-def _items(kind: Kind[Any, Any], answer: Any) -> I64 | None:
-    """The items of an answer that are shown by their names."""
-    field = {Scored.CANDIDATES: "top", Scored.ITEMS: "item_ids", Scored.NOTHING: ""}[kind.scored]
-    return getattr(answer, field, None) if field else None

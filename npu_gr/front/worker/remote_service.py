@@ -242,7 +242,7 @@ class RemoteService:
         """
         question = QUESTIONS[name]
         number = next(self._numbers)
-        frame = frames.AskFrame(number, name, memoryview(question.write(asked)))
+        frame = frames.AskFrame(number, name, question.write(asked))
         return question.read_answer(await self._ask_engine(number, frame, _Open(_future(), None, None)))
 
     # ---- what is true

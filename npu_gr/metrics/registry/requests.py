@@ -225,7 +225,7 @@ class RequestMetrics:
             self._stage_s[kind.name, stage].observe(seconds)
         if kind.leases_prefix:
             leased = cast("LeasedAnswer", answer)
-            self._outcomes[kind.name](leased.label_value, leased.reason.value).inc()
+            self._outcomes[kind.name](leased.label_value, leased.reason).inc()
 
     def judged_elsewhere(self, kind: str, result: Result, num: int) -> None:
         """Let results that another process counted be part of the last windows."""

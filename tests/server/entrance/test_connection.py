@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import ssl
 import sys
@@ -13,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -415,7 +415,7 @@ async def test_health_is_answered_while_the_door_is_full() -> None:
 async def test_an_answer_that_nobody_reads_is_given_up() -> None:
     async with site(write_timeout_s=0.2) as at:
         large = {"click": np.zeros(2_000_000, np.float32)}
-        at.service.answers["rank"] = dataclasses.replace(EXAMPLES["rank"].answer, scores=large)
+        at.service.answers["rank"] = msgspec.structs.replace(EXAMPLES["rank"].answer, scores=large)
         raw = await at.connect()
         raw.writer.transport.pause_reading()  # type: ignore[attr-defined]
         raw.send(WHOLE)

@@ -53,8 +53,8 @@ def same(one: Any, other: Any) -> bool:
     """Compare requests: their arrays, too."""
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
-    if hasattr(one, "__dataclass_fields__"):
-        return all(same(getattr(one, name), getattr(other, name)) for name in one.__dataclass_fields__)
+    if isinstance(one, msgspec.Struct):
+        return all(same(getattr(one, name), getattr(other, name)) for name in one.__struct_fields__)
     return bool(one == other)
 
 
