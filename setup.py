@@ -43,8 +43,13 @@ class WithCopies(build_py):  # type: ignore[misc]  # setuptools has no types
 
 
 def description() -> str:
-    """Return README.md for the page of a package index, where relative links lead nowhere: they are words there."""
-    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n(\n\*[^\n]*\*\n)?", "", Path("README.md").read_text())
+    """Return README.md for the page of a package index, where relative links lead nowhere.
+
+    They are words there. A picture is left out with the line in italics below it, and so is the last section, which is
+    nothing but links.
+    """
+    text = Path("README.md").read_text().partition("\n## More\n")[0]
+    text = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n(\n\*[^*]*\*\n)?", "", text)
     return re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
 
 

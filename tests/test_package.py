@@ -18,6 +18,7 @@ import pytest
 from npu_gr.core import shipped
 from tests.sources import ROOT, files
 
+PAPERS = [f"https://arxiv.org/abs/{number}" for number in ("2402.17152", "2601.01712", "2512.11529", "2502.16239")]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -89,6 +90,11 @@ def test_the_page_of_a_package_index_leads_nowhere_that_is_not_there(wheel: Path
     links = r"\]\((https?:[^)]*)\)"
     assert re.findall(links, page) == re.findall(links, readme)
     assert page.count("```") == readme.count("```")
+    assert re.findall(r"(?m)^\*[^*]", readme), "a picture has a line in italics below it"
+    assert not re.findall(r"(?m)^\*[^*]|^!", page)
+    assert re.findall(r"(?m)^## More$", readme)
+    assert "## More" not in page
+    assert {one.partition(", ")[2] for one in about.get_all("Project-URL") or ()} == set(PAPERS)
     assert about.get_all("Classifier")
     assert about["Keywords"]
 

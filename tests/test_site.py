@@ -22,6 +22,7 @@ from tests.sources import ROOT
 DOCS = ROOT / "docs"
 OPERATORS = ("quickstart", "using", "deploy", "tuning", "limits", "upgrading", "http")  # pages that say what to set
 PAGES = sorted(DOCS.glob("*.md"))
+A_LETTER = 7.2  # pixels of the pictures, at most, on an average of a line
 CODE = re.compile(r"`([^`\n]+)`")
 METRIC = re.compile(r"(?<!lib)npu_gr_(?!router|consume|ascend)[a-z_]+")  # those two have registries of their own
 SUFFIX = re.compile(r"_(total|bucket|count|sum|info)$")
@@ -53,10 +54,24 @@ def test_the_pictures_are_current() -> None:
         assert (DOCS / f"pictures/{name}.svg").read_text() == draw(), "python docs/pictures/draw.py"
 
 
+def test_the_words_of_a_picture_end_within_it() -> None:
+    share = {"start": 0.0, "middle": 0.5, "end": 1.0}
+    for name, draw in _drawn().PICTURES.items():
+        picture = draw()
+        width = int(re.findall(r'viewBox="0 0 (\d+) ', picture)[0])
+        texts = re.findall(r'<text x="([\d.]+)" [^>]*text-anchor="(\w+)"[^>]*>([^<]*)<', picture)
+        assert texts
+        for x, anchor, words in texts:
+            left = float(x) - share[anchor] * len(words) * A_LETTER
+            assert left >= 0, (name, words)
+            assert left + len(words) * A_LETTER <= width, (name, words)
+
+
 def test_the_last_picture_reads_the_measured_table() -> None:
-    rates = _drawn().relay_rates((DOCS / "measured.md").read_text())
-    assert list(rates) == [1024, 2048, 4096]
-    assert all(len(row) == 3 and min(row) > 0 for row in rates.values())
+    rates = {name: _drawn().relay_rates((DOCS / "measured.md").read_text(), name) for name in ("1.5x", "3x")}
+    assert [list(rows) for rows in rates.values()] == [[1024, 2048, 4096]] * 2
+    assert all(min(row) > 0 for row in rates["3x"].values())
+    assert all(full < 0 < min(relay) for full, *relay in rates["1.5x"].values())  # it keeps that at no rate
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

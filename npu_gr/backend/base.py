@@ -29,6 +29,7 @@ from npu_gr.backend.calls import (
     HstuLayerCall,
     HstuPassCall,
     HstuShape,
+    HstuWholeCall,
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab as Slab
@@ -86,7 +87,11 @@ class DeviceQueues(Protocol):
     on_fallback: Callable[[str], None]  # called with the op's name each time a call does not fit that implementation
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """Copy a host array to the device; the host does not wait for the copy."""
+        """Bring a host array, which nobody writes to afterwards, to the device; the host does not wait for it."""
+        ...
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """Bring tensors to the host in fp32; the host waits for the device once."""
         ...
 
     def stream(self) -> AbstractContextManager[None]:
@@ -224,6 +229,18 @@ class Ops(Affine, Protocol):
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Prepare a pass by kernels that compute whole layers; None = use `hstu_causal` and `hstu_targets`."""
+        ...
+
+    def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
+        """Compute a whole pass in one call; None = use `hstu_pass`.
+
+        Returns:
+            fp32 [c, outputs of the head, or dim] of all candidates, in order. New keys and values are in their pages.
+
+        Raises:
+            IndexError: an id is none of the embeddings'.
+            ValueError: the call contradicts itself.
+        """
         ...
 
     def hstu_causal(self, call: HstuCall) -> Tensor:

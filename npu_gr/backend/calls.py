@@ -8,7 +8,7 @@ The calls are NamedTuples: building one takes less than 2 us, measured on a busy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -76,7 +76,21 @@ class PagedKV(NamedTuple):
     """The pages that hold, or are to hold, a request's tokens."""
 
     runs: Sequence[tuple[int, int]]  # (first page, number of pages) in token order
-    planes: Callable[[int], Slab]  # layer -> k [pages, page tokens, H, Dq] and v [.., Dv] of all pages there are
+    k: Tensor  # [layers, pages, page tokens, H, Dq] of all pages there are; of tiles [.., tiles, H, padded Dq * 64]
+    v: Tensor  # [.., Dv], as k
+    is_tiles: bool
+
+    def planes(self, layer: int) -> Slab:
+        """A layer's k and v of all pages there are."""
+        return self.k[layer], self.v[layer]
+
+
+class HstuIds(NamedTuple):
+    """The rows of the embeddings that a request's tokens and candidates are made of, on the host."""
+
+    items: npt.NDArray[np.int64]  # [num_new]
+    actions: npt.NDArray[np.integer]  # [num_new]; below 0 = the first
+    candidates: npt.NDArray[np.int64]  # [num_candidates] items
 
 
 class HstuSegment(NamedTuple):
@@ -89,6 +103,7 @@ class HstuSegment(NamedTuple):
     query_time: int  # unix seconds shared by all candidates
     pages: PagedKV | None  # of the cached tokens, and of the new ones if it keeps them
     keeps: bool  # the new tokens' keys and values go to their pages
+    ids: HstuIds | None = None  # None = they do not say it all
 
 
 class HstuPassCall(NamedTuple):
@@ -104,6 +119,52 @@ class HstuPassCall(NamedTuple):
     silu_all: bool  # SiLU on U, V, Q and K, not on U alone
     norm_over: Literal["row", "head"]  # what the norm of the attention is over
     is_joined: bool  # the output matrix reads [U, attention, U * norm], not the last alone
+
+
+class HstuLayerWeights(NamedTuple):
+    """A layer of a ranker: x + out(gate(attention)), with [U | V | Q | K] = uvqk(norm_in(x))."""
+
+    norm_in: nn.LayerNorm
+    uvqk: nn.Linear
+    bias: BiasTables
+    norm_attention: nn.LayerNorm  # over all heads' values, or over each head's
+    out: nn.Linear
+
+
+class HstuHead(NamedTuple):
+    """What is made of a candidate's final row: out(silu(hidden(norm(row)))), or without `hidden` out(norm(row))."""
+
+    norm: nn.LayerNorm
+    hidden: nn.Linear | None
+    out: nn.Linear
+
+
+class HstuWeights(NamedTuple):
+    """What of a ranker a whole pass reads. `HstuPassCall` says what the settings mean."""
+
+    layers: Sequence[HstuLayerWeights]
+    heads: Mapping[str, HstuHead]  # by `HstuWholeCall.answer`
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    alpha: float
+    scale: float
+    silu_all: bool
+    is_joined: bool
+
+
+class HstuWholeCall(NamedTuple):
+    """Arguments of `hstu_whole`: a batch, from its embeddings or rows to what is made of the final rows."""
+
+    owner: nn.Module  # the model, whose parameters and buffers the weights are; its modules stay, their tensors may not
+    weights: Callable[[], HstuWeights]  # called where they have to be read anew
+    dtype: torch.dtype  # of weights, keys and values
+    segments: Sequence[HstuSegment]
+    embeddings: (
+        tuple[Tensor, Tensor] | None
+    )  # items and actions [.., dim], the last action a candidate's; None = `rows`
+    rows: Callable[[], Tensor]  # fp32 [rows, dim] of every segment's new tokens, then candidates; called without those
+    answer: str  # a head; another name = the final rows
 
 
 class HstuLayerCall(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass
-from npu_gr.backend.calls import HstuPassCall, HstuShape
+from npu_gr.backend.calls import HstuPassCall, HstuShape, HstuWholeCall
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,11 @@ class SingleStream:
             return host.to(self.device)
         # torch keeps page-locked blocks and hands one out again only when the copy from it is done
         return host.pin_memory().to(self.device, non_blocking=True)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        host = torch.cat([own.flatten() for own in tensors]).to("cpu", torch.float32)
+        parts = host.split([own.numel() for own in tensors])
+        return [part.view(own.shape).numpy() for part, own in zip(parts, tensors, strict=True)]
 
     def stream(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -90,6 +95,10 @@ class SingleStream:
 
     def hstu_pass(self, call: HstuPassCall) -> HstuPass | None:
         """Have no kernels for whole layers."""
+        return None
+
+    def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
+        """Have no kernels for whole passes."""
         return None
 
     def synchronize(self) -> None:

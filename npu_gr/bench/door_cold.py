@@ -1,6 +1,6 @@
 """The same ranker without the service: what the peers of `npu-gr bench door` call, and what its answers must equal.
 
-Every call is a full inference: no prefix is cached, no pass is shared.
+Every call is a full inference by the same kernels: no prefix is cached, no pass is shared.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from npu_gr.backend.calls import HstuIds
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import tokenize
 from npu_gr.core.history import Events
-from npu_gr.model.segment import Segment
+from npu_gr.model.segment import HostTokens, Segment
 from npu_gr.model.weights import load
 
 
@@ -43,12 +44,15 @@ class ColdRanker:
             refuse_unknown=True,
         )
         upload = self._backend.upload
+        candidates = self._vocabulary.rows(np.array(body["candidates"], np.int64))
+        ids = HstuIds(tokens.rows, tokens.events.actions, candidates)
         segment = Segment(
             items=upload(tokens.rows),
             actions=upload(tokens.events.actions.astype(np.int64)),
             times=upload(tokens.events.timestamps),
-            candidates=upload(self._vocabulary.rows(np.array(body["candidates"], np.int64))),
+            candidates=upload(candidates),
             candidate_time=body["timestamp"],
+            host=HostTokens(tokens.events.timestamps, None, ids),  # the same kernels as ours: one native call
         )
         with torch.inference_mode():
             logits = self._model(self._backend, [segment])[0].to("cpu", torch.float32)

@@ -19,6 +19,7 @@ import torch
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
+from npu_gr.backend.calls import HstuIds
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.kinds import RECOMMEND
@@ -250,12 +251,9 @@ class RankEngine(PageJobs):
         for place, p in enumerate(passes):
             if p.vector is not None:
                 scores[place] = torch.cat([scores[place], self._products(p)[:, None]], 1)
-        if not any(map(len, scores)):  # a prefill: nothing to fetch, and its pages are read once this returns
+        if not any(len(p.candidates) for p in passes):  # a prefill: its pages are read once this returns
             self.backend.synchronize()
-        flat = torch.cat([own.flatten() for own in scores])
-        host = flat.to("cpu", torch.float32).numpy()  # the one wait for the device
-        ends = np.cumsum([own.numel() for own in scores])
-        return [part.reshape(own.shape) for part, own in zip(np.split(host, ends[:-1]), scores, strict=True)]
+        return self.backend.fetch(scores)
 
     def find_all(self, works: Sequence[FindPass]) -> list[NextItems]:
         """Run NEXT behind every history, and search for all of them at once; then score what is wanted ahead.
@@ -333,16 +331,17 @@ class RankEngine(PageJobs):
                 self.backend.upload(times[:start]),
                 lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
             )
+        candidates = self._next if is_next else work.candidates
         return Segment(
             items=self.backend.upload(new.rows),
             actions=self.backend.upload(new.events.actions.astype(np.int64)),
             times=self.backend.upload(times[start:]),
-            candidates=self.backend.upload(self._next if is_next else work.candidates),
+            candidates=self.backend.upload(candidates),
             candidate_time=work.candidate_time,
             is_next=is_next,
             past=past,
             sink=None if work.keep is None else self.arena.sink(work.keep, start),
-            host=self._host_tokens(work, start, times),
+            host=self._host_tokens(work, start, times, HstuIds(new.rows, new.events.actions, candidates)),
             user=self._values(new.user),
             events=self._values(new.features),
             request=self._values(work.features.request),
@@ -352,16 +351,13 @@ class RankEngine(PageJobs):
     def _values(self, encoded: Encoded | None) -> FeatureValues | None:
         return None if encoded is None else FeatureValues(*map(self.backend.upload, encoded))
 
-    def _host_tokens(self, work: RankPass, start: int, times: I64) -> HostTokens | None:
+    def _host_tokens(self, work: RankPass, start: int, times: I64, ids: HstuIds) -> HostTokens | None:
         """What `Past` and `Sink` are, as numbers; None = the pages do not say it all."""
         first = 0 if work.cached else start
         if work.keep is not None and first:
             return None  # its rows stand behind tokens that the pass leaves out
         runs = work.keep or (work.cached.runs if work.cached else None)
-        pages = None if runs is None else self.arena.paged(runs)
-        if runs is not None and pages is None:
-            return None
-        return HostTokens(times[first:], pages)
+        return HostTokens(times[first:], None if runs is None else self.arena.paged(runs), ids)
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
         """Run every shape twice, time the second run, fit the cost model and keep it.

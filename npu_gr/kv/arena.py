@@ -120,16 +120,14 @@ class KVArena:
             num_tokens -= len(k)
         return slabs
 
-    def paged(self, runs: Sequence[PageRun]) -> PagedKV | None:
-        """Name pages to kernels that read and write them by number; None = the layout is in tiles.
+    def paged(self, runs: Sequence[PageRun]) -> PagedKV:
+        """Name pages to kernels that read and write them by number.
 
         Args:
             runs: pages in token order.
         """
-        if self.layout.arrangement == "tiles":
-            return None
         assert not self._pinned, "a device reads pages of its own memory"
-        return PagedKV(runs, lambda layer: (self._keys[0][layer], self._values[0][layer]))
+        return PagedKV(runs, self._keys[0], self._values[0], self.layout.arrangement == "tiles")
 
     def write(self, layer: int, runs: Sequence[PageRun], start_token: int, k: Tensor, v: Tensor) -> None:
         """Write rows of a layer at the tokens [start_token, start_token + n), in the arena's dtype.

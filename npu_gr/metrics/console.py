@@ -9,7 +9,15 @@ from __future__ import annotations
 from importlib import resources
 
 
-def console(endpoint: str) -> str:
-    """Make the page; `endpoint` is the path of the OpenAPI document on the same server."""
+def console(endpoint: str, scheme: str, port: int) -> str:
+    """Make the page.
+
+    Args:
+        endpoint: path of the OpenAPI document on the same server.
+        scheme: http or https, of the public address.
+        port: of the public address, which has the host of the page unless its reader says otherwise.
+    """
     text = resources.files("npu_gr.metrics").joinpath("console.html").read_text()
-    return text.replace("{{endpoint}}", endpoint)
+    for name, value in (("endpoint", endpoint), ("scheme", scheme), ("port", str(port))):
+        text = text.replace("{{" + name + "}}", value)
+    return text

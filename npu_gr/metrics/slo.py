@@ -109,20 +109,25 @@ _STEP = 1.05  # from one edge of latencies to the next
 class _Slot:
     number: int  # seconds of the clock, over SLOT_S
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])
-    took: Counter[int] = field(default_factory=Counter)  # power of _STEP, in seconds -> answers
+    took: Counter[int] = field(default_factory=Counter)  # power of _STEP, in thresholds -> answers
 
 
 class Interval(NamedTuple):
     """What came in one slot."""
 
     counts: Counts
-    p99_s: float | None  # of the answers, rounded up by 5 % at most; None = there was none
+    p99_s: float | None  # of the answers, rounded up by 5 % at most, but not over the threshold; None = there was none
 
 
 class Rolling:
-    """Results since the start, and over the last hour in slots of `SLOT_S` seconds."""
+    """Results since the start, and over the last hour in slots of `SLOT_S` seconds.
 
-    def __init__(self) -> None:
+    Args:
+        threshold_s: of the objective, which is an edge of what latencies are rounded to.
+    """
+
+    def __init__(self, threshold_s: float) -> None:
+        self._threshold_s = threshold_s
         self._slots: deque[_Slot] = deque()
         self._total = [0, 0, 0]
         self._since_at = 0.0  # of the newest results that no pause of RATE_S parts
@@ -149,13 +154,13 @@ class Rolling:
         slot = self._slots[-1]
         slot.counts[place] += num
         if took_s is not None:
-            slot.took[_power(took_s)] += num
+            slot.took[self._power(took_s)] += num
         self._total[place] += num
 
     def took(self, now_at: float, took_s: float) -> None:
         """Let the time of an answer that is counted apart be part of its slot's P99."""
         self.add(now_at, Result.GOOD, 0)
-        self._slots[-1].took[_power(took_s)] += 1
+        self._slots[-1].took[self._power(took_s)] += 1
 
     def over(self, now_at: float, window_s: float) -> Counts:
         """Sum the slots that began within the last `window_s` seconds, `LONGEST_S` at most."""
@@ -175,7 +180,7 @@ class Rolling:
     def intervals(self, now_at: float, num: int) -> list[Interval]:
         """What came in each of the last `num` slots that are over, the oldest first."""
         last = int(now_at // SLOT_S)
-        found = {slot.number: Interval(Counts(*slot.counts), _p99_s(slot.took)) for slot in self._slots}
+        found = {slot.number: Interval(Counts(*slot.counts), self._p99_s(slot.took)) for slot in self._slots}
         return [found.get(number, Interval(Counts(), None)) for number in range(last - num, last)]
 
     @property
@@ -183,18 +188,16 @@ class Rolling:
         """All results since the start."""
         return Counts(*self._total)
 
+    def _power(self, took_s: float) -> int:
+        return math.ceil(math.log(max(took_s, 1e-9) / self._threshold_s, _STEP))
 
-def _power(took_s: float) -> int:
-    return math.ceil(math.log(max(took_s, 1e-9), _STEP))
-
-
-def _p99_s(took: Counter[int]) -> float | None:
-    rank = math.ceil(0.99 * took.total())
-    for power in sorted(took):
-        rank -= took[power]
-        if rank <= 0:
-            return float(_STEP**power)
-    return None
+    def _p99_s(self, took: Counter[int]) -> float | None:
+        rank = math.ceil(0.99 * took.total())
+        for power in sorted(took):
+            rank -= took[power]
+            if rank <= 0:
+                return float(self._threshold_s * _STEP**power)
+        return None
 
 
 _PLACE = {result: index for index, result in enumerate(Result)}

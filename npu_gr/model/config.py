@@ -176,6 +176,18 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.norm != "head" and not self.attention_norm_in_concat and self.context == "causal"
 
     @property
+    def has_plain_tokens(self) -> bool:
+        """Whether a token is its item's vector and its action's, and nothing else."""
+        others = self.features or self.is_interleaved or self.query_times is not None
+        return not others and self.positions == "none"
+
+    @property
+    def has_plain_head(self) -> bool:
+        """Whether the logits are the MLP, with SiLU, of the layer norm of a final row."""
+        plain = (self.head, self.head_norm, self.head_activation, self.head_scale) == ("mlp", "layer", "silu", 1.0)
+        return plain and not self.head_periods
+
+    @property
     def has_plain_times(self) -> bool:
         """Whether the attention's times are those that its kernels know."""
         return self.time_buckets is None and self.attention_time == "own"

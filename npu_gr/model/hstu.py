@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from npu_gr.backend.base import Affine, Backend, HstuPass
-from npu_gr.backend.calls import HstuCall, HstuLayerCall, HstuPassCall, HstuSegment
+from npu_gr.backend.calls import (
+    HstuCall,
+    HstuHead,
+    HstuLayerCall,
+    HstuLayerWeights,
+    HstuPassCall,
+    HstuSegment,
+    HstuWeights,
+    HstuWholeCall,
+)
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.feature_schema.factors import NUM_FACTORS
@@ -337,9 +346,12 @@ class HSTU(nn.Module):
         return answers
 
     def _through_layers(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
+        told = self._told(segments)
+        if told is not None and (answers := self._in_one_call(backend, segments, told)) is not None:
+            return answers
         alpha = self.config.attention_alpha
         x = self._embed(segments, backend)
-        if (whole := self._whole_pass(backend, segments)) is not None:
+        if told is not None and (whole := self._whole_pass(backend, told)) is not None:
             rows = whole.run(self, partial(self._whole_layers, backend), x)
             parts = rows.split([len(s.candidates) for s in segments])
             return [self._answer(s, own, backend) for s, own in zip(segments, parts, strict=True)]
@@ -416,19 +428,82 @@ class HSTU(nn.Module):
         beside = self.candidate(segment.candidates).to(own.dtype) if self.config.head == "product" else None
         return self.task_logits(own, backend, beside)
 
-    def _whole_pass(self, backend: Backend, segments: Sequence[Segment]) -> HstuPass | None:
-        """Ask the backend for kernels of whole layers; None = layers go segment by segment."""
+    def _told(self, segments: Sequence[Segment]) -> list[HstuSegment] | None:
+        """Describe a batch to kernels of whole layers; None = the model, or what its host knows, is not for them."""
         config = self.config
         if not (config.has_plain_layers and config.has_plain_times):
             return None
-        rows = []
+        told = []
         for s in segments:
             if s.host is None:
                 return None
-            cached = s.past.num_tokens if s.past else 0
-            new, own = s.num_tokens, len(s.candidates)
-            keeps = s.sink is not None
-            rows.append(HstuSegment(cached, new, own, s.host.times, s.candidate_time, s.host.pages, keeps))
+            times, pages, ids = s.host
+            new = s.times.shape[0]  # len() of a tensor takes ten times as long
+            own = s.candidates.shape[0]
+            cached = len(times) - new
+            told.append(HstuSegment(cached, new, own, times, s.candidate_time, pages, s.sink is not None, ids))
+        return told
+
+    def _in_one_call(
+        self, backend: Backend, segments: Sequence[Segment], told: Sequence[HstuSegment]
+    ) -> list[Tensor] | None:
+        """Compute the whole pass by one call of the backend; None = it has no such kernel, or not for this model."""
+        config = self.config
+        if config.scaling != "constant":
+            return None  # one scale for all requests
+        asks_next = {s.is_next for s in segments}
+        has_head = config.has_plain_head and asks_next == {False}
+        answer = "next" if asks_next == {True} else "logits" if has_head else "rows"
+        table = self._item_table
+        found = backend.hstu_whole(
+            HstuWholeCall(
+                self,
+                self._pass_weights,
+                self.dtype if table is None else table.dtype,
+                told,
+                None if table is None or not config.has_plain_tokens else (table, self.action.weight),
+                partial(self._embed, segments, backend),
+                answer,
+            )
+        )
+        if found is None:
+            return None
+        parts = [found] if len(segments) == 1 else found.split([s.num_candidates for s in told])
+        if answer == "rows":
+            return [self._answer(s, own, backend) for s, own in zip(segments, parts, strict=True)]
+        return list(parts)
+
+    def _pass_weights(self) -> HstuWeights:
+        config = self.config
+        layers = []
+        for layer in self.layers:
+            assert isinstance(layer, HSTULayer)
+            assert isinstance(layer.norm_attention, nn.LayerNorm)
+            layers.append(HstuLayerWeights(layer.norm_in, layer.uvqk, layer.bias, layer.norm_attention, layer.out))
+        heads = {}
+        if config.has_plain_head:
+            hidden, _, out = self.head
+            assert isinstance(hidden, nn.Linear)
+            assert isinstance(out, nn.Linear)
+            assert isinstance(self.norm_head, nn.LayerNorm)
+            heads["logits"] = HstuHead(self.norm_head, hidden, out)
+        if config.has_next:
+            heads["next"] = HstuHead(self.norm_next, None, self.vector)
+        return HstuWeights(
+            layers,
+            heads,
+            config.num_heads,
+            config.qk_dim,
+            config.v_dim,
+            config.attention_alpha,
+            self.attention_scale(0),
+            config.activation == "uvqk",
+            config.residual == "concat",
+        )
+
+    def _whole_pass(self, backend: Backend, rows: Sequence[HstuSegment]) -> HstuPass | None:
+        """Ask the backend for kernels of whole layers; None = layers go segment by segment."""
+        config = self.config
         scales = {self.attention_scale(len(row.times)) for row in rows}
         if len(scales) != 1:
             return None

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from npu_gr.backend.calls import PagedKV
+from npu_gr.backend.calls import HstuIds, PagedKV
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.model.feature_rows import FeatureValues
 
@@ -37,6 +37,7 @@ class HostTokens(NamedTuple):
 
     times: npt.NDArray[np.int64]  # [p + n] unix seconds
     pages: PagedKV | None  # of the cached tokens, and of the new ones if they are kept; None = neither
+    ids: HstuIds | None = None  # of the new tokens and the candidates; None = the tensors alone have them
 
 
 class LastEvent(NamedTuple):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from npu_gr.core.request import Outcome
-from npu_gr.replay.report import BIN_ANSWERS, PERCENTILES, Report
+from npu_gr.replay.report import BIN_ANSWERS, LATE_S, PERCENTILES, Report
 from npu_gr.replay.study import Study, name, row
 from npu_gr.replay.svg import Band, areas, axis, cloud, lines
 from npu_gr.replay.tally import HITS
@@ -29,10 +29,28 @@ i.band { background: #8885; border: solid currentColor; border-width: 1px 0; }
 table { border-collapse: collapse; margin: 8px 0 16px; } td, th { padding: 3px 10px; text-align: right; }
 .facts td { text-align: left; overflow-wrap: anywhere; }
 tr { border-bottom: 1px solid var(--line); } td:first-child, th:first-child { text-align: left; }
+dt { font-weight: 600; } dd { margin: 0 0 8px; max-width: 80ch; }
 .warn { color: #dc2626; font-weight: 600; } .dim { color: var(--dim); } pre { overflow: auto; max-height: 400px; }
 """
 
-_RUN_COLUMNS = ("run", "offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms", "hits", "cached tokens", "lag P99")
+TIME = "s since the run began"
+_RUN_COLUMNS = (
+    *("run", "offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms", "hits", "cached tokens"),
+    "send-lag P99 ms",
+)
+_WORDS = {
+    "offered, goodput": "ranks that were sent a second; those of them that were answered within the objective (SLO)",
+    "due time": "when a request should leave, by the log or the rate. Latencies count from it, so a load generator "
+    "that falls behind hides nothing",
+    "send-lag": f"how late requests left. Over {LATE_S * 1e3:g} ms at P99 the load generator was the limit, not the "
+    "service",
+    "hits": "ranks that found the keys and values (KV) of the user's history: in device memory (hbm_hit), in host "
+    "memory (dram_hit), or while they were being computed (joined)",
+    "miss_full, degraded": "ranks that computed all of the history; that read only its newest part, to be in time",
+    "cached tokens": "share of all history tokens that were read from KV instead of being computed",
+    "live, reserved, evictable": "bytes that are leased or wait for a rank; that work in the queue will fill; that "
+    "give way to others",
+}
 
 
 def page(study: Study, title: str) -> str:
@@ -41,6 +59,8 @@ def page(study: Study, title: str) -> str:
     parts = [head, f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>", _summary(study)]
     for place, run in enumerate(study.runs, 1):
         parts.append(_run(run, f"run-{place}"))
+    words = "".join(f"<dt>{word}</dt><dd>{meaning}</dd>" for word, meaning in _WORDS.items())
+    parts.append(f"<h2>Words</h2><dl>{words}</dl>")
     parts.append(f"<h2>JSON</h2><details><summary>all of it</summary><pre>{escape(study.to_json())}</pre></details>")
     return "".join(parts) + "</body></html>\n"
 
@@ -170,11 +190,11 @@ def _tiers(run: Report) -> str:
     names = [key for key in run.tiers[0].bytes if not key.endswith(" free")]
     series = {key: [(tier.taken_at, tier.bytes.get(key, 0.0)) for tier in run.tiers] for key in names}
     values = [value for points in series.values() for _, value in points]
-    return lines(series, axis("s", [tier.taken_at for tier in run.tiers]), axis("bytes", values))
+    return lines(series, axis(TIME, [tier.taken_at for tier in run.tiers]), axis("bytes", values))
 
 
 def _time(run: Report) -> Any:
-    return axis("s since the run began", [part["at_s"] for part in run.slices])
+    return axis(TIME, [part["at_s"] for part in run.slices])
 
 
 def figure(title: str, plot: str) -> str:

@@ -54,7 +54,16 @@ class Study:
         """Tables for a terminal: one run has tables of its own, of several each is a row."""
         if len(self.runs) == 1 and not self.ended:
             return self.runs[0].render()
-        columns = ("offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms", "hits", "cached tokens", "lag P99 ms")
+        columns = (
+            "offered/s",
+            "goodput/s",
+            "within SLO",
+            "P50 ms",
+            "P99 ms",
+            "hits",
+            "cached tokens",
+            "send-lag P99 ms",
+        )
         table = Table("run", *columns, box=box.SIMPLE, title=f"ranks within {self.runs[0].slo_s * 1e3:g} ms")
         for run in self.runs:
             table.add_row(*row(run))

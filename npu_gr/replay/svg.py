@@ -95,7 +95,8 @@ def lines(
         level: text and y of a dashed horizontal line.
         diagonal: draw a dashed line y = x.
         dots: mark the points.
-        joined: the points of a series are a line; else a cloud, in any order.
+        joined: the points of a series are a line; else a cloud, in any order. A line that is 0 from end to end is no
+            line: the legend says so, because several of them would hide each other.
     """
     parts = [_frame(x, y)]
     if level is not None and y.low <= level[1] <= y.high:
@@ -104,7 +105,12 @@ def lines(
     if diagonal:
         end = min(x.high, y.high)
         parts.append(_dashed(LEFT, _y(y, y.low), _x(x, end), _y(y, end), "all offered"))
+    legend = {}
     for colour, (name, points) in zip(_colours(len(series)), series.items(), strict=True):
+        if joined and len(points) > 1 and not any(b for _, b in points):
+            legend[f"{name}: 0"] = points
+            continue
+        legend[name] = points
         finite = [(_x(x, a), _y(y, b)) for a, b in points if math.isfinite(a) and math.isfinite(b)]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in finite)
         title = f"<title>{escape(name)}</title>"
@@ -115,7 +121,7 @@ def lines(
         if dots or is_cloud or len(finite) == 1:
             dot = f'r="2.2" fill="{colour}" fill-opacity="0.45"' if is_cloud else f'r="3.2" fill="{colour}"'
             parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" {dot}>{title}</circle>' for a, b in finite]
-    return _svg(parts, series)
+    return _svg(parts, legend)
 
 
 def cloud(
@@ -215,7 +221,9 @@ def _frame(x: Axis, y: Axis) -> str:
 
 def _dashed(x1: float, y1: float, x2: float, y2: float, name: str) -> str:
     line = f'<path class="level" d="M{x1:.1f},{y1:.1f} L{x2:.1f},{y2:.1f}"/>'
-    at = f'x="{x2 - 4:.1f}" y="{max(y2 - 5, TOP + 10):.1f}"'
+    left = 4 if y1 == y2 else 36  # of a line that rises: above it
+    y = y2 - 5 if y2 >= TOP + 15 else y2 + 13 if y1 == y2 else TOP + 10  # within the plot, and off the line
+    at = f'x="{x2 - left:.1f}" y="{y:.1f}"'
     return f'{line}<text class="level" {at} text-anchor="end">{escape(name)}</text>'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
@@ -35,19 +35,21 @@ _X_CACHE = {
 }
 
 
-def kind_routes(service: ServiceProtocol, config: ServerConfig, reader: Reader, keys: KeyRing) -> list[web.RouteDef]:
-    """Make the routes of all kinds, also of those that this instance is not configured for: the service refuses them.
+def kind_handlers(
+    service: ServiceProtocol, config: ServerConfig, reader: Reader, keys: KeyRing
+) -> dict[str, Callable[[web.Request], Awaitable[web.Response]]]:
+    """Make the handler of each kind, also of those that this instance is not configured for: the service refuses them.
 
     Raises:
         KeyError: a kind has no codec.
     """
+    return {kind.name: _handler(kind, CODECS[kind.name], service, config, reader, keys) for kind in KINDS.values()}
+
+
+def kind_routes(handlers: Mapping[str, Callable[[web.Request], Awaitable[web.Response]]]) -> list[web.RouteDef]:
+    """Make the routes of all kinds."""
     return [
-        web.route(
-            kind.method,
-            _pattern(kind.path),
-            _handler(kind, CODECS[kind.name], service, config, reader, keys),
-            expect_handler=_continued,
-        )
+        web.route(kind.method, _pattern(kind.path), handlers[kind.name], expect_handler=_continued)
         for kind in KINDS.values()
     ]
 

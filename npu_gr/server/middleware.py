@@ -1,4 +1,4 @@
-"""The one middleware around every handler: id, trace, the key's scope, errors, counts and the access log's line."""
+"""What is around every handler: id, trace, the key's scope, errors, counts and the access log's line."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Around = Callable[[Handler, str, web.Request], Awaitable[web.StreamResponse]]  # of a handler, and its route's pattern
 
 ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)  # its first byte: what the caller grants counts from here
@@ -44,14 +45,14 @@ _CLOSING = (401, 413, 415)  # after these an answer closes its connection: the c
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
 
-def middleware(
+def around(
     service: ServiceProtocol,
     metrics: Metrics,
     keys: KeyRing,
     access_log: AccessLog,
     tracing: Tracing,
-) -> Any:
-    """Make the middleware.
+) -> Around:
+    """Make the one function that every request goes through.
 
     Args:
         service: asked whether it is ready: while it is not, answers close their connections.
@@ -64,14 +65,12 @@ def middleware(
     rule_of = rules()
     health_paths = {path for (_, path), rule in rule_of.items() if rule.scope is None and path not in PAGES}
 
-    @web.middleware
-    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def handle(handler: Handler, route: str, request: web.Request) -> web.StreamResponse:
         connection = request.protocol if isinstance(request.protocol, Connection) else None
         arrived_at, whole_at, has_s = _came(connection)
         request_id = headers.request_id(request.headers)
         request[ARRIVED_AT] = arrived_at
         request[ID] = request_id
-        route = _route(request)
         trace, span = tracing.begin(f"{request.method} {route}", request.headers.get("traceparent"))
         CURRENT.set(trace)
         metrics.requests.in_flight.inc()
@@ -118,6 +117,16 @@ def middleware(
         if status in _CLOSING or not service.is_ready()[0]:
             response.force_close()  # draining: let the balancer's connections go
         return response
+
+    return handle
+
+
+def middleware(around_all: Around) -> Any:
+    """Make aiohttp's middleware, for what goes through its router."""
+
+    @web.middleware
+    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+        return await around_all(handler, _route(request), request)
 
     return handle
 

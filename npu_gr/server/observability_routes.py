@@ -7,6 +7,7 @@ from aiohttp import web
 from npu_gr.metrics.console import console
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
 from npu_gr.server.codec.media import JSON
+from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug.routes import DebugRoutes
 from npu_gr.server.insight import Insight, config_text
 from npu_gr.server.openapi import document
@@ -17,11 +18,11 @@ from npu_gr.server.service_protocol import ServiceProtocol
 class ObservabilityRoutes:
     """Pages and documents for operators, Prometheus and generators of clients."""
 
-    def __init__(self, service: ServiceProtocol, insight: Insight) -> None:
+    def __init__(self, service: ServiceProtocol, config: ServerConfig, insight: Insight) -> None:
         self._service = service
         self._insight = insight
         self._page_text = page("/debug/status")
-        self._console_text = console("/debug/openapi")
+        self._console_text = console("/debug/openapi", "https" if config.tls else "http", config.port)
 
     def routes(self) -> list[web.RouteDef]:
         insight = self._insight

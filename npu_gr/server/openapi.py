@@ -239,11 +239,15 @@ def _admin_paths(schemas: _Schemas) -> _Json:
         "/v1/catalog/items": {"post": update_catalogue},
         "/v1/catalog/reload": {"post": reload_catalogue},
         "/v1/catalog/rollback": {
-            "post": versions(CatalogueOut, "rollbackCatalogue", "Serve the version before.", "422")
+            "post": versions(CatalogueOut, "rollbackCatalogue", "Serve the catalogue's version before.", "422")
         },
         "/v1/match/vectors": {"get": versions(VectorsOut, "vectors", "The vectors that are served.")},
-        "/v1/match/reload": {"post": versions(VectorsOut, "reloadVectors", "Read and serve them anew.", "422")},
-        "/v1/match/rollback": {"post": versions(VectorsOut, "rollbackVectors", "Serve the one before.", "422")},
+        "/v1/match/reload": {
+            "post": versions(VectorsOut, "reloadVectors", "Read the vectors anew and serve them.", "422")
+        },
+        "/v1/match/rollback": {
+            "post": versions(VectorsOut, "rollbackVectors", "Serve the vectors' version before.", "422")
+        },
     }
 
 

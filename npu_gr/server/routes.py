@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
 from npu_gr.access.key_ring import KeyRefusal, KeyRing
 from npu_gr.access.tls import ServerTls, following
+from npu_gr.core.kinds import KINDS
 from npu_gr.core.tasks import running
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.registry import Metrics
@@ -21,9 +23,9 @@ from npu_gr.server.entrance.tls_site import TLS
 from npu_gr.server.health_routes import HealthRoutes
 from npu_gr.server.insight import Insight, OwnInsight
 from npu_gr.server.item_routes import ItemRoutes
-from npu_gr.server.kind_routes import kind_routes
+from npu_gr.server.kind_routes import kind_handlers, kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
-from npu_gr.server.middleware import middleware
+from npu_gr.server.middleware import around, middleware
 from npu_gr.server.observability_routes import ObservabilityRoutes
 from npu_gr.server.oip.routes import InferenceRoutes
 from npu_gr.server.reading import Reader
@@ -58,11 +60,17 @@ def build_web_app(
     access_log = AccessLog(config)
     entrance = Entrance(config, service.door, metrics, keys)
     metrics.process.observe_ready(service.is_ready)
-    around_all = middleware(service, metrics, keys, access_log, tracing or Tracing())
+    around_all = around(service, metrics, keys, access_log, tracing or Tracing())
     shown = insight(access_log) if insight else OwnInsight(service, metrics, access_log.newest)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[around_all])
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[middleware(around_all)])
     reader = Reader(config)
-    app.add_routes(kind_routes(service, config, reader, keys))
+    handlers = kind_handlers(service, config, reader, keys)
+    app.add_routes(kind_routes(handlers))
+    entrance.straight.update(
+        ((kind.method.encode(), kind.path.encode()), partial(around_all, handlers[kind.name], kind.path))
+        for kind in KINDS.values()
+        if not kind.must_finish
+    )
     for group in (
         ModelRoutes(service),
         ItemRoutes(service),
@@ -70,7 +78,7 @@ def build_web_app(
         VectorsRoutes(service),
         HealthRoutes(service),
         InferenceRoutes(service, config, reader, keys, shown),
-        ObservabilityRoutes(service, shown),
+        ObservabilityRoutes(service, config, shown),
         UserRoutes(service),
     ):
         app.add_routes(group.routes())

@@ -7,6 +7,22 @@
 namespace {
 namespace hstu {
 
+// sums [R, kTile] = bias + x W^T in C vectors of columns
+template <class M, int R, int C>
+NPU_GR_APART void product(const typename M::A *x, int64_t width, const typename M::Tile *weight, const float *bias,
+                          float *sums) {
+  F32 sum[R][C];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) sum[r][c] = load(bias + c * kLanes);
+  multiply<M, R, C>(sum, x, width, weight, kTile * M::kUnits, width / M::kUnits);
+#pragma GCC unroll 6
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) store(sums + r * kTile + c * kLanes, sum[r][c]);
+}
+
 template <class M, class X, class Y>
 class AffineBlocks {
   typedef typename M::A A;
@@ -25,40 +41,29 @@ class AffineBlocks {
         for (int64_t i = call_.num_in; i < width_; i++) x_[r * width_ + i] = 0;
       }
       for (int64_t out = 0; out < call_.num_out; out += kTile)
-        for (int64_t r = 0; r < rows; r += kRows)
-          at_most<kRows>(rows - r, [&](auto count) { tile<count.value>(first, r, out); });
+        for (int64_t r = 0; r < rows; r += kRows) tile(first + r, least(kRows, rows - r), x_ + r * width_, out);
     }
   }
 
  private:
-  template <int R>
-  NPU_GR_APART void tile(int64_t first, int64_t row, int64_t out) {
+  void tile(int64_t row, int64_t rows, const A *x, int64_t out) {
     const auto *weight = (const typename M::Tile *)call_.weight + out * width_;
-    for (int64_t column = 0; column < least(kTile, call_.num_out - out); column += kColumns * kLanes) {
-      F32 sum[R][kColumns];
-#pragma GCC unroll 6
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < kColumns; c++) sum[r][c] = load(call_.bias + out + column + c * kLanes);
-      multiply<M, R, kColumns>(sum, x_ + row * width_, width_, weight + column * M::kUnits, kTile * M::kUnits,
-                               width_ / M::kUnits);
-      finish<R>(sum, first + row, out + column);
-    }
+    const int64_t here = least(kTile, call_.num_out - out);
+    alignas(64) float sums[kRows][kTile];
+    for (int64_t column = 0; column < here; column += kColumns * kLanes)
+      at_most<kColumns>((here - column + kLanes - 1) / kLanes, [&](auto columns) {
+        at_most<kRows>(rows, [&](auto count) {
+          product<M, count.value, columns.value>(x, width_, weight + column * M::kUnits, call_.bias + out + column,
+                                                 &sums[0][column]);
+        });
+      });
+    for (int64_t r = 0; r < rows; r++) finish(sums[r], (Y *)call_.y + (row + r) * call_.num_out + out, here);
   }
 
-  template <int R>
-  NPU_GR_APART void finish(F32 (&sum)[R][kColumns], int64_t row, int64_t out) {
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < kColumns; c++) {
-        const F32 y = call_.is_silu ? silu(sum[r][c], -1.44269504f) : sum[r][c];
-        const int64_t at = out + c * kLanes;
-        Y *to = (Y *)call_.y + (row + r) * call_.num_out + at;
-        if (at + kLanes <= call_.num_out) {
-          store(to, y);
-        } else {
-          for (int i = 0; at + i < call_.num_out; i++) put(to + i, y[i]);
-        }
-      }
+  void finish(float *sums, Y *to, int64_t count) {
+    if (call_.is_silu)
+      for (int64_t at = 0; at < count; at += kLanes) store(sums + at, silu(load(sums + at), -1.44269504f));
+    convert(sums, to, count, 1.0f);
   }
 
   const Affine &call_;

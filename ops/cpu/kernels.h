@@ -8,9 +8,10 @@
 #include <stdint.h>
 
 #include "hstu_call.h"
+#include "hstu_pass_call.h"
 #include "items_call.h"
 
-#define NPU_GR_ABI 5  // raise it with every change of this table; `library.py` has the same number
+#define NPU_GR_ABI 6  // raise it with every change of this table; `library.py` has the same number
 
 extern "C" {
 
@@ -110,6 +111,8 @@ struct Kernels {
   void (*pack_kv)(const Pack *);
   int64_t (*affine_scratch_bytes)(const Affine *);
   void (*affine)(const Affine *);
+  int64_t (*hstu_pass_bytes)(const HstuPass *);  // of scratch, or a PassError
+  void (*hstu_pass)(const HstuPass *);
 
   int64_t (*best_items_bytes)(const ItemsJob *job);  // of workspace
   void (*best_items)(const ItemsJob *job);

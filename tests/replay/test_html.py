@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -94,6 +95,14 @@ def test_one_run_is_a_point_in_the_cloud_of_its_slices_and_runs_are_a_line(text:
     assert ">the run<" in alone
     several = goodput(Study(runs=[one, run(50.0, 1)]))
     assert (several.count("<polyline"), several.count("<circle")) == (1, 2)
+
+
+def test_what_never_was_is_said_and_not_drawn() -> None:
+    one = run(100.0)
+    tiers = [TierSample(taken_at=float(i), bytes={"hbm live": i * 1e6, "hbm reserved": 0.0}) for i in range(20)]
+    drawn = page(Study(runs=[dataclasses.replace(one, tiers=tiers)]), "x").split("memory tiers</h3>")[1]
+    drawn = drawn.split("</figure>")[0]
+    assert (drawn.count("<polyline"), "</i>hbm reserved: 0<" in drawn) == (1, True)
 
 
 def latency(run: Report) -> str:

@@ -46,12 +46,13 @@ class FakeNames:
     """An item is named by its id; a title has the items below ten."""
 
     unsorted_history: Literal["refuse", "sort"] = "refuse"
+    _features = ModelFeatures(MODEL.features)
 
     def actions(self, version: str | None) -> ActionNames:
         return ActionNames(MODEL.actions)
 
     def features(self, version: str | None) -> ModelFeatures:
-        return ModelFeatures(MODEL.features)
+        return self._features
 
     def items(self, ids: I64) -> list[str | int]:
         names: list[str | int] = ids.tolist()

@@ -15,6 +15,7 @@ import pytest
 from npu_gr.access.rules import rules
 from tests.keys import bearer, secret, write_keys
 from tests.server.test_addresses import site
+from tests.serving import free_port
 
 
 async def test_every_link_of_the_status_page_is_served_where_the_page_is() -> None:
@@ -27,9 +28,13 @@ async def test_every_link_of_the_status_page_is_served_where_the_page_is() -> No
 
 
 async def test_the_page_needs_no_key_and_the_document_does(tmp_path: Path) -> None:
-    async with site(api_keys_file=write_keys(tmp_path / "keys")) as at, aiohttp.ClientSession() as http:
+    port = free_port()
+    async with site(port=port, api_keys_file=write_keys(tmp_path / "keys")) as at, aiohttp.ClientSession() as http:
         async with http.get(f"{at.admin}/debug/console") as answer:
             text = await answer.text()
+            assert f'"http://" + location.hostname + ":{port}"' in text, (
+                "the address of callers, before its reader says so"
+            )
             assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
         assert "{{" not in text
         assert "src=" not in text
@@ -62,10 +67,11 @@ async def test_the_console_in_a_browser(tmp_path: Path, browser: Any) -> None:
         browser.get(f"{at.admin}/debug/console")
         until(lambda: shown("#state") == "needs an API key")
         browser.find_element(By.ID, "key").send_keys(secret("all"))
-        browser.execute_script("document.getElementById('public').value = arguments[0]", at.public)
+        assert browser.execute_script("return document.getElementById('public').value") == at.public
         browser.find_element(By.CSS_SELECTOR, "#settings button").click()
         until(lambda: "routes" in shown("#state"))
         routes = browser.execute_script("return [...document.querySelectorAll('details')].map(d => d.dataset.route)")
+        assert routes[0] == "POST /v1/signal", "what callers want, first"
         assert set(routes) == {f"{method} {path}" for method, path in rules()}
         pressed("GET /debug/config", "Send")
         assert answer("GET /debug/config").startswith("200 in ")
@@ -76,7 +82,7 @@ async def test_the_console_in_a_browser(tmp_path: Path, browser: Any) -> None:
         pressed("POST /v1/rank", "curl")
         return answer("POST /v1/rank")
 
-    async with site(api_keys_file=write_keys(tmp_path / "keys")) as at:
+    async with site(port=free_port(), api_keys_file=write_keys(tmp_path / "keys")) as at:
         typed = await asyncio.to_thread(look, at)
         assert secret("all") not in typed
         if shutil.which("curl") is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from npu_gr.core.kinds import Scope
 from npu_gr.metrics.slo import SLOT_S, Result
+from npu_gr.metrics.status import page
 from tests.keys import bearer, entry, secret, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
@@ -87,6 +89,14 @@ async def test_the_page_loads_nothing_and_needs_no_key_but_its_data_do(tmp_path:
     assert "{{" not in page
 
 
+def test_no_two_parts_of_a_request_have_one_colour() -> None:
+    text = page("/debug/status")
+    assert "[...Array(9).keys()]" in text, "more than a recommend has stages"
+    for palette in text.split("@media"):
+        colours = re.findall(r"--s\d: (#\w+)", palette)
+        assert len(colours) == len(set(colours)) == 9
+
+
 @pytest.mark.browser
 async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
     from selenium.webdriver.common.by import By
@@ -136,7 +146,7 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
                 browser.find_element(By.CSS_SELECTOR, "#login button").click()
                 until(lambda said=said: shown("state") == said)
             until(lambda: shown("state") == "ready" and not browser.find_element(By.ID, "login").is_displayed())
-            assert "miss full 2" in shown("outcomes-rank")
+            assert "miss full 2" in shown("outcomes")
             assert "hbm: 2 prefixes, budget" in shown("tiers")
             assert of_all("#models tbody td", "part.innerText")[:4:2] == ["tiny", "serves"]
             assert of_all("#tenants tbody td:first-child", "part.innerText") == ["(none named)", "shop"]
@@ -167,7 +177,7 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
 
         await asyncio.to_thread(first_look)
         await client.post("/v1/rank", json=RANK, headers=headers)
-        await asyncio.to_thread(until, lambda: "hbm hit 1" in shown("outcomes-rank"))  # by itself
+        await asyncio.to_thread(until, lambda: "hbm hit 1" in shown("outcomes"))  # by itself
 
         def pause_and_themes() -> None:
             browser.find_element(By.ID, "pause").click()

@@ -31,7 +31,9 @@ class _Affine(Structure):
     ]
 
 
-class _Packed(NamedTuple):
+class Packed(NamedTuple):
+    """A layer's weights as the kernels read them."""
+
     stamp: tuple[int, int, int, int]  # address and version counter of the weight, then of the bias
     weight: Tensor  # tiles of 64 outputs
     bias: Tensor  # fp32, padded to whole tiles
@@ -44,10 +46,10 @@ class AffineKernel:
         self._kernels = native.kernels
         self._hstu = hstu
         self._has_dot = native.has_bf16_dot
-        self._packed: WeakKeyDictionary[nn.Linear, dict[tuple[int, int], _Packed]] = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[nn.Linear, dict[tuple[int, int], Packed]] = WeakKeyDictionary()
 
     def __call__(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        packed = self._weights(layer, first, last)
+        packed = self.packed(layer, first, last)
         rows = x.reshape(-1, x.shape[-1])
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         y = torch.empty(len(rows), last - first, dtype=layer.weight.dtype)
@@ -61,7 +63,8 @@ class AffineKernel:
         self._kernels.affine(byref(call))
         return y.view(*x.shape[:-1], last - first)
 
-    def _weights(self, layer: nn.Linear, first: int, last: int) -> _Packed:
+    def packed(self, layer: nn.Linear, first: int, last: int) -> Packed:
+        """Return outputs first..last - 1 of a layer as the kernels read them."""
         weight = layer.weight
         bias = layer.bias
         of_bias = (0, 0) if bias is None else (bias.data_ptr(), bias._version)
@@ -70,7 +73,7 @@ class AffineKernel:
         found = parts.get((first, last))
         if found is None or found.stamp != stamp:
             own = None if bias is None else bias[first:last]
-            found = parts[first, last] = _Packed(stamp, *self._pack(weight[first:last], own))
+            found = parts[first, last] = Packed(stamp, *self._pack(weight[first:last], own))
         return found
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import Arrangement
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import BeamCall, Choices, Continuations, HstuCall, TopkCall
+from npu_gr.backend.calls import BeamCall, Choices, Continuations, HstuCall, HstuWholeCall, TopkCall
 from npu_gr.backend.cpu.affine import AffineKernel
 from npu_gr.backend.cpu.beams import NativeBeams
 from npu_gr.backend.cpu.hstu import HstuKernels
+from npu_gr.backend.cpu.hstu_pass import HstuPassKernel
 from npu_gr.backend.cpu.items import NativeItems
 from npu_gr.backend.cpu.library import ELEMENT, Native, NativeError, load
 from npu_gr.backend.cpu.topk import NativeTopk
@@ -57,8 +61,16 @@ class CPUBackend(TorchOps):
             self._beams = NativeBeams(self.native)
             self._hstu = HstuKernels(self.native)
             self._affine = AffineKernel(self.native, self._hstu)
+            self._pass = HstuPassKernel(self.native, self._hstu, self._affine)
             self._items = NativeItems(self.native)
         self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk"), self.kernels)
+
+    def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+        """Share the array's memory where torch can: a copy takes ten times as long."""
+        return torch.from_numpy(array) if array.flags.carray else super().upload(array)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        return [own.float().numpy() for own in tensors]
 
     def beam_topk(self, call: TopkCall) -> Choices:
         if self.native and self._topk.takes(call.logits, call.acc, call.follow):
@@ -103,6 +115,10 @@ class CPUBackend(TorchOps):
         if self._hstu and {x.dtype, layer.weight.dtype} <= set(ELEMENT) and not layer.weight.is_inference():
             return self._affine(x, layer, first, last, is_silu)
         return super().affine(x, layer, first, last, is_silu)
+
+    def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
+        """Compute a pass in one call, where pages, if there are any, hold tiles of the model's dtype."""
+        return self._pass(call) if self._hstu and call.dtype in ELEMENT else None
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
         if self._hstu and call.q.dtype in ELEMENT and call.is_plain:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-ABI = 5  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 6  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
@@ -121,6 +121,8 @@ class Table(ctypes.Structure):
         ("pack_kv", CFUNCTYPE(None, c_void_p)),
         ("affine_scratch_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("affine", CFUNCTYPE(None, c_void_p)),
+        ("hstu_pass_bytes", CFUNCTYPE(c_int64, c_void_p)),
+        ("hstu_pass", CFUNCTYPE(None, c_void_p)),
         ("best_items_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("best_items", CFUNCTYPE(None, c_void_p)),
     ]

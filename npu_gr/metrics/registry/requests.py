@@ -73,7 +73,7 @@ class RequestMetrics:
         """
         self._clock = clock
         self.objectives = {objective.kind: objective for objective in objectives}
-        self.rolling = {kind: Rolling() for kind in self.objectives}
+        self.rolling = {kind: Rolling(one.threshold_s) for kind, one in self.objectives.items()}
         self.recent = RecentAnswers(clock)
         all_edges_s = sorted({*LATENCY_S, *(o.threshold_s for o in self.objectives.values())})
         self.in_flight = make.gauge("requests_in_flight", "HTTP requests being served now.")

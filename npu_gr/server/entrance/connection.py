@@ -6,7 +6,8 @@
                '-- 401, 403, 408, 413
 
 aiohttp sees whole requests only. So a body that arrives slowly holds no place, a request that is refused was never
-parsed, and a handler never waits for its caller. The key is checked as soon as the head is here: whoever has none
+parsed, and a handler never waits for its caller. What took a place goes the straight way (`straight.py`), everything
+else through aiohttp's own loop. The key is checked as soon as the head is here: whoever has none
 sends no body. Requests that the table of kinds does not have (health, metrics, administration) need no place.
 """
 
@@ -14,10 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import socket
-import sys
-import termios
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -30,16 +27,15 @@ from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.core.kinds import Kind
-from npu_gr.server.entrance import answers
+from npu_gr.server.entrance import answers, straight
 from npu_gr.server.entrance.entrance import Entrance
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
+from npu_gr.server.entrance.kernel_socket import KernelSocket
 from npu_gr.server.entrance.listener import Listener, State
 from npu_gr.server.problem import problem
 
 REFUSED_AT_ONCE = 32  # pipelined requests; then the loop goes round, so that others are read, too
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
-_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info of Linux: ms since data came
-_JIFFY_S = 0.004  # its step
 
 
 class Connection(web.RequestHandler):
@@ -57,12 +53,13 @@ class Connection(web.RequestHandler):
         "_held",
         "_idle",
         "_is_paused",
+        "_kernel",
         "_kind",
         "_read_at",
         "_request",
         "_reserved_bytes",
         "_searched_bytes",
-        "_socket",
+        "_serving",
         "_ticket",
         "_unread",
         "_was_paused",
@@ -110,6 +107,7 @@ class Connection(web.RequestHandler):
         self._kind: Kind[Any, Any] | None = None
         self._request: bytes | bytearray = b""  # while it waits
         self._ticket: Ticket | None = None
+        self._serving: asyncio.Task[None] | None = None  # of the straight way
         self._reserved_bytes = 0
         self._held: asyncio.TimerHandle | None = None  # of the 401
         self._close_when_idle = False
@@ -119,7 +117,7 @@ class Connection(web.RequestHandler):
         self._abort_handshake: Callable[[], object] | None = None  # while TLS shakes hands
         self._wire: asyncio.Transport | None = None  # the transport, also after aiohttp has let go of it
         self._read_at = 0.0  # when the first byte of the present request was read
-        self._socket: socket.socket | None = None  # of the transport; None = no TCP of Linux
+        self._kernel = KernelSocket(None)  # of the transport
 
     # ---- the connection
 
@@ -141,7 +139,7 @@ class Connection(web.RequestHandler):
         bound_read_ahead(transport)
         self.began_at = time.monotonic()
         self._wire = cast("asyncio.Transport", transport)
-        self._socket = _same_socket(transport.get_extra_info("socket"))
+        self._kernel = KernelSocket(transport.get_extra_info("socket"))
         self._entrance.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -151,12 +149,13 @@ class Connection(web.RequestHandler):
             self._entrance.door.cancel(self._ticket)
             self._entrance.abandoned(self._kind, time.monotonic() - self.began_at)
             self._ticket = None
+        if self._serving is not None:
+            self._serving.cancel()
         if self._held is not None:
             self._held.cancel()
         self._unread = b""
         self._become_idle()
-        if self._socket is not None:
-            self._socket.detach()  # the transport closes it
+        self._kernel.detach()
         super().connection_lost(exc)
 
     def close(self) -> None:
@@ -176,6 +175,8 @@ class Connection(web.RequestHandler):
             self._idle = self._loop.create_future()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle, timeout)
+        if self._serving is not None:
+            self._serving.cancel()
         await super().shutdown(timeout)
 
     def pause(self) -> None:
@@ -239,9 +240,8 @@ class Connection(web.RequestHandler):
 
     def _is_unsent(self) -> bool:
         """Whether the last answer is still here although it counts as written: TLS takes in whole answers at once."""
-        if self._wire is None or self._socket is None or self._wire.get_extra_info("sslcontext") is None:
-            return False
-        return any(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))  # bytes that the kernel has not got rid of
+        is_tls = self._wire is not None and self._wire.get_extra_info("sslcontext") is not None
+        return is_tls and self._kernel.has_unsent()
 
     # ---- a request
 
@@ -271,7 +271,7 @@ class Connection(web.RequestHandler):
             if self.state is State.IDLE:
                 self.state = State.RECEIVING
                 self._read_at = time.monotonic()
-                self.began_at = self._read_at - self._lay_in_kernel_s()
+                self.began_at = self._read_at - self._kernel.received_ago_s()
             try:
                 num_bytes = self._framed()
             except BadRequest as error:
@@ -378,14 +378,6 @@ class Connection(web.RequestHandler):
             self.listener.reserve(-self._reserved_bytes)
             self._reserved_bytes = 0
 
-    def _lay_in_kernel_s(self) -> float:
-        """Seconds that the newest data lay in the kernel: the loop was late, or reading was paused."""
-        if self._socket is None:
-            return 0.0
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
-        ms = int.from_bytes(info[_LAST_DATA_RECV:], sys.byteorder)
-        return max(0.0, ms * 1e-3 - _JIFFY_S)
-
     # ---- the door
 
     def _offer(self, request: bytes | bytearray) -> None:
@@ -396,7 +388,7 @@ class Connection(web.RequestHandler):
             self._close_when_idle = True
         config = self._entrance.config
         if self._came_in_pieces:
-            self.whole_at = max(self.began_at, time.monotonic() - self._lay_in_kernel_s())
+            self.whole_at = max(self.began_at, time.monotonic() - self._kernel.received_ago_s())
         else:
             self.whole_at = self.began_at
         sent_s = self.whole_at - self.began_at
@@ -443,11 +435,25 @@ class Connection(web.RequestHandler):
         return True
 
     def let_in(self, slot: Slot) -> None:
-        """Hand the request to aiohttp, which starts its handler."""
+        """Start the request's handler."""
         self._ticket = None
         self.slot = slot
         request, self._request = self._request, b""
-        self._feed(request)
+        head = self._head
+        assert head is not None
+        answer = None if head.is_chunked else self._entrance.straight.get((head.method, head.path))
+        if answer is None:
+            self._feed(request)
+            return
+        self.state = State.SERVED
+        assert self._request_factory is not None
+        try:
+            parsed = straight.parse(self, self._parser, self._request_factory, bytes(request), head.num_bytes)
+        except BadRequest as error:
+            self._entrance.broken(error.status)
+            self.end(answers.bad_request(str(error)))
+            return
+        self._serving = self._loop.create_task(self._answer(answer, parsed))
 
     def refuse(self, reason: Refusal) -> None:
         """Answer 429, and go on with the next request."""
@@ -479,6 +485,26 @@ class Connection(web.RequestHandler):
             self._entrance.broken(400)
             self.end(answers.bad_request("the request cannot be framed"))
 
+    async def _answer(self, answer: straight.Answer, request: web.Request) -> None:
+        """Let a handler answer, and write what it says; whoever hung up cancels this."""
+        try:
+            response = await answer(request)
+            self._answering_since_at = time.monotonic()
+            if self.transport is not None:
+                self.transport.write(straight.written(request, response))
+                if self.writing_paused:
+                    await self._drain_helper()
+            if straight.closes(request, response):
+                self.force_close()
+        except ConnectionError:
+            pass  # it was lost while its caller read
+        except BaseException:  # cancelled, or what no handler may do: the caller must not wait for ever
+            self.force_close()
+            raise
+        finally:
+            self._serving = None
+            self._answered()
+
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -504,12 +530,15 @@ class Connection(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._answering_since_at = None
-            self.served += 1
-            if self.state is State.SERVED:
-                self._become_idle()
-                if self._unread:
-                    self._loop.call_soon(self._advance)
+            self._answered()
+
+    def _answered(self) -> None:
+        self._answering_since_at = None
+        self.served += 1
+        if self.state is State.SERVED:
+            self._become_idle()
+            if self._unread:
+                self._loop.call_soon(self._advance)
 
     def _become_idle(self) -> None:
         self.state = State.IDLE
@@ -530,12 +559,3 @@ class Connection(web.RequestHandler):
             self._resume_transport_reading()
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
-
-
-def _same_socket(of_transport: Any) -> socket.socket | None:
-    """Make an object for the transport's socket that answers by one system call; None where it has no TCP_INFO."""
-    if of_transport is None or of_transport.family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    if not sys.platform.startswith("linux"):
-        return None
-    return socket.socket(of_transport.family, of_transport.type, of_transport.proto, of_transport.fileno())

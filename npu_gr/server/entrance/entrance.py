@@ -28,6 +28,7 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers
 from npu_gr.server.entrance.listener import Listener, State, Visitor, listeners
 from npu_gr.server.entrance.pacing import Pacer
+from npu_gr.server.entrance.straight import Answer
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Entrance:
             for (method, path), kind in self.kinds.items()
             if b"{" in path
         ]
+        self.straight: dict[tuple[bytes, bytes], Answer] = {}  # method, path -> what answers it; see `straight.py`
         self.open_routes = {
             (verb, path.encode())
             for (method, path), rule in rules().items()

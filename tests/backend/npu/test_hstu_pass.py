@@ -217,7 +217,9 @@ def test_pages_of_another_dtype_do_not_fit(backend: NPUBackend, caplog: pytest.L
     backend.on_fallback = lambda _op: None
     model = tiny_model(torch.bfloat16, qk_dim=16)
     segment = User(tiny_model(qk_dim=16)).segment(100, 20, 5)
-    assert model._whole_pass(backend, [segment]) is None
+    told = model._told([segment])
+    assert told is not None
+    assert model._whole_pass(backend, told) is None
     assert "pages in torch.float32 under a model in torch.bfloat16" in caplog.text
 
 

@@ -1,0 +1,237 @@
+"""A ranker's whole forward pass in one call of the CPU kernels; mirrors `ops/cpu/hstu_pass_call.h`.
+
+A batch is one array of int64: each request's numbers, page runs, times and ids, one request behind the other. The
+kernels check it, size their scratch, and then compute every layer without the interpreter lock. What of a model they
+read is described once, and again when a weight is replaced or written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p, pointer
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from npu_gr.backend.calls import HstuHead, HstuSegment, HstuWeights, HstuWholeCall
+from npu_gr.backend.cpu.affine import AffineKernel
+from npu_gr.backend.cpu.hstu import HstuKernels
+from npu_gr.backend.cpu.library import ELEMENT, Native
+
+_ERRORS = {
+    -1: (ValueError, "the numbers of a pass do not describe its requests"),
+    -2: (ValueError, "a pass has fewer pages than tokens, or pages outside of its arena"),
+    -3: (IndexError, "an item row is outside of the model's items"),
+    -4: (IndexError, "an action is outside of the model's actions"),
+}
+
+
+class _Norm(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("eps", c_double)]
+
+
+class _Linear(Structure):
+    _fields_ = [
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        *((name, c_int64) for name in ("num_in", "num_out", "tile_dtype")),
+    ]
+
+
+class _Layer(Structure):
+    _fields_ = [
+        *((name, _Norm) for name in ("norm_in", "norm_attention")),
+        *((name, _Linear) for name in ("uvqk", "v", "k", "out")),
+        *((name, c_void_p) for name in ("position_bias", "time_bias")),
+    ]
+
+
+class _Head(Structure):
+    _fields_ = [("norm", _Norm), ("hidden", _Linear), ("out", _Linear)]
+
+
+class _Model(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("dim", "num_layers", "num_heads", "qk_dim", "v_dim", "dtype")),
+        *((name, c_int64) for name in ("norm_group", "is_joined", "is_silu", "position_buckets")),
+        *((name, c_double) for name in ("alpha", "scale")),
+        ("layers", POINTER(_Layer)),
+    ]
+
+
+class _Pass(Structure):
+    _fields_ = [
+        ("model", POINTER(_Model)),
+        ("head", POINTER(_Head)),
+        ("numbers", c_void_p),
+        *((name, c_int64) for name in ("num_numbers", "num_segments")),
+        *((name, c_void_p) for name in ("items", "actions")),
+        *((name, c_int64) for name in ("num_items", "num_actions")),
+        ("x", c_void_p),
+        ("num_rows", c_int64),
+        *((name, c_void_p) for name in ("out", "scratch")),
+    ]
+
+
+class _Stamped(NamedTuple):
+    """Where a tensor that was read is found, and what it was."""
+
+    place: Mapping[str, Tensor | None]  # a module's own parameters or buffers
+    name: str
+    stamp: tuple[int, int]  # address and version counter
+
+
+class _Described(NamedTuple):
+    """What the kernels read of a model."""
+
+    stamped: Sequence[_Stamped]
+    model: Any  # pointer to _Model
+    heads: dict[str, tuple[Any, int]]  # what is asked for -> (pointer to _Head, outputs)
+    kept: Sequence[object]  # tensors and structures that the above point into
+
+    @property
+    def is_fresh(self) -> bool:
+        for place, name, stamp in self.stamped:
+            found = place[name]
+            if found is None or (found.data_ptr(), found._version) != stamp:
+                return False
+        return True
+
+
+class HstuPassKernel:
+    """Compute `Backend.hstu_whole` for fp32 and bf16. Any thread may call."""
+
+    def __init__(self, native: Native, hstu: HstuKernels, affine: AffineKernel) -> None:
+        self._size = native.kernels.hstu_pass_bytes
+        self._run = native.kernels.hstu_pass
+        self._hstu = hstu
+        self._affine = affine
+        self._described: WeakKeyDictionary[nn.Module, _Described] = WeakKeyDictionary()
+
+    def __call__(self, call: HstuWholeCall) -> Tensor | None:
+        parts: list[Any] = []
+        num_candidates = 0
+        for segment in call.segments:
+            numbers = _numbers(segment, call.dtype, call.embeddings is not None)
+            if numbers is None:
+                return None
+            parts += numbers
+            num_candidates += segment.num_candidates
+        described = self._described.get(call.owner)
+        if described is None or not described.is_fresh:
+            described = self._describe(call.owner, call.weights())
+            if described is None:
+                return None
+            self._described[call.owner] = described
+        head, width = described.heads.get(call.answer) or (None, described.model.contents.dim)
+        batch = torch.from_numpy(np.concatenate(parts))
+        out = torch.empty(num_candidates, width)
+        native = _Pass(described.model, head, batch.data_ptr(), len(batch), len(call.segments), out=out.data_ptr())
+        if call.embeddings is not None:
+            items, actions = call.embeddings
+            native.items, native.actions = items.data_ptr(), actions.data_ptr()
+            native.num_items, native.num_actions = len(items), len(actions)
+        else:
+            x = call.rows().contiguous()
+            native.x, native.num_rows = x.data_ptr(), len(x)
+        num_bytes = self._size(byref(native))
+        if num_bytes < 0:
+            kind, why = _ERRORS[num_bytes]
+            raise kind(why)
+        native.scratch = self._hstu.scratch_at(num_bytes)
+        self._run(byref(native))
+        return out
+
+    def _describe(self, owner: nn.Module, weights: HstuWeights) -> _Described | None:
+        """Describe a model; None = a write to one of its weights would go unnoticed."""
+        read: list[Tensor] = []
+        kept: list[object] = []
+
+        def floats(tensor: Tensor) -> int:
+            read.append(tensor)
+            kept.append(wide := tensor.detach().float().contiguous())
+            return wide.data_ptr()
+
+        def norm(of: nn.LayerNorm) -> _Norm:
+            return _Norm(floats(of.weight), floats(of.bias), of.eps)
+
+        def linear(of: nn.Linear, first: int = 0, last: int | None = None) -> _Linear:
+            end = of.out_features if last is None else last
+            read.extend((of.weight, of.bias))
+            packed = self._affine.packed(of, first, end)
+            kept.append(packed)
+            element = ELEMENT[packed.weight.dtype]
+            return _Linear(packed.weight.data_ptr(), packed.bias.data_ptr(), of.in_features, end - first, element)
+
+        def head(of: HstuHead) -> tuple[Any, int]:
+            hidden = linear(of.hidden) if of.hidden is not None else _Linear()
+            made = pointer(_Head(norm(of.norm), hidden, linear(of.out)))
+            kept.append(made)
+            return made, of.out.out_features
+
+        uv, qk = weights.num_heads * weights.v_dim, weights.num_heads * weights.qk_dim
+        of_parts = [p for layer in weights.layers for p in (layer.uvqk.weight, layer.norm_in.weight, *layer.bias)]
+        if any(tensor.is_inference() for tensor in of_parts):
+            return None
+        layers = (_Layer * len(weights.layers))()
+        for into, layer in zip(layers, weights.layers, strict=True):
+            into.norm_in, into.norm_attention = norm(layer.norm_in), norm(layer.norm_attention)
+            into.uvqk, into.out = linear(layer.uvqk), linear(layer.out)
+            if layer is weights.layers[-1]:
+                into.v, into.k = linear(layer.uvqk, uv, 2 * uv), linear(layer.uvqk, 2 * uv + qk, 2 * (uv + qk))
+            into.position_bias, into.time_bias = floats(layer.bias.position), floats(layer.bias.time)
+        kept.append(layers)
+        first = weights.layers[0]
+        model = _Model(
+            first.uvqk.in_features, len(weights.layers), weights.num_heads, weights.qk_dim, weights.v_dim,
+            ELEMENT[first.uvqk.weight.dtype], first.norm_attention.weight.numel(), weights.is_joined,
+            weights.silu_all, first.bias.position.shape[1], weights.alpha, weights.scale, layers,
+        )  # fmt: skip
+        heads = {name: head(of) for name, of in weights.heads.items()}
+        stamped = _stamped(owner, read)
+        return None if stamped is None else _Described(stamped, pointer(model), heads, kept)
+
+
+def _stamped(owner: nn.Module, read: Sequence[Tensor]) -> list[_Stamped] | None:
+    """Find the tensors in the model; None = one has no version counter."""
+    wanted = {id(tensor) for tensor in read}
+    found = [
+        (place, name, tensor)
+        for module in owner.modules()
+        for place in (module._parameters, module._buffers)
+        for name, tensor in place.items()
+        if tensor is not None and id(tensor) in wanted
+    ]
+    assert {id(tensor) for _, _, tensor in found} == wanted, "a weight is none of the model's"
+    if any(tensor.is_inference() for _, _, tensor in found):
+        return None
+    return [_Stamped(place, name, (tensor.data_ptr(), tensor._version)) for place, name, tensor in found]
+
+
+def _numbers(segment: HstuSegment, dtype: torch.dtype, has_ids: bool) -> list[Any] | None:
+    """One request as arrays and lists of int64; None = its pages are not what the kernels read."""
+    cached, new, own, times, query_time, pages, keeps, ids = segment
+    if len(times) != cached + new:
+        raise ValueError(f"a request has {len(times)} times for {cached + new} tokens")
+    if pages is None:
+        if cached or keeps:
+            return None
+        numbers = [0, new, own, query_time, 0, 0, 0, 0, 0, 0, 0, 0]
+    else:
+        k, v = pages.k, pages.v
+        if not pages.is_tiles or k.dtype != dtype:
+            return None
+        numbers = [
+            cached, new, own, query_time, keeps, len(pages.runs), k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0),
+            k.shape[2], k.shape[1],
+        ]  # fmt: skip
+        for run in pages.runs:
+            numbers += run
+    if not has_ids:
+        return [numbers, times]
+    if ids is None or (len(ids.items), len(ids.actions), len(ids.candidates)) != (new, new, own):
+        raise ValueError("a request's ids are not those of its rows")
+    return [numbers, times, *ids]
