@@ -100,8 +100,12 @@ QUICK = GenerateOptions(epochs=10, validate_every=5, validation_users=200, test_
 """Two CPU minutes for 100,000 events, the refit included."""
 BEAUTY = GenerateOptions(
     code_count=(256, 256),
+    dim=128,
+    num_heads=4,
+    num_kv_heads=4,
+    mlp_dim=256,
     history_items=20,
-    epochs=15,
+    epochs=9,
     validate_every=3,
     skip_ratio=0.15,
     swap_ratio=0.2,

@@ -7,20 +7,19 @@ one is refitted to all edges, the validation's among them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import partial
 from itertools import chain, product
 from typing import Generic, NamedTuple, TypeVar
 
-from npu_gr.train.baselines.linear import EASE, ItemKNN, LinearModel, PureSVD, Spectrum, ease_is_too_large, spectrum
+from npu_gr.train.baselines.linear import EASE, ItemKNN, LinearModel, PureSVD, ease_is_too_large, spectrum
 from npu_gr.train.baselines.tune import Candidate, Tuned, tune
 from npu_gr.train.graph import Graph
 from npu_gr.train.match.domains import MatchData
 
 EXPONENTS = (0.0, 0.5)  # of users and of items, of ItemKNN
 RIDGES = (10.0, 100.0, 1000.0)  # of EASE
-ITEM_EXPONENTS = (0.25, 0.4, 0.5)  # of the decomposition
-# Singular values, and their power for the users.
-FILTERS = ((4, 1.0), (8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))
+ITEM_EXPONENT = 0.25  # of the decomposition
+FILTERS = ((8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))  # singular values, and their power for the users
 
 M = TypeVar("M", bound=LinearModel, covariant=True)
 Models = Callable[[MatchData, bool], Iterator[Candidate[M]]]  # of both domains, or of the target
@@ -73,13 +72,10 @@ def pure_svds(data: MatchData, both: bool) -> Iterator[Candidate[PureSVD]]:
     Both domains have the same weight: the users to validate on have more target edges than others, and would have the
     source count for less than it is worth to those who need it.
     """
-    graph = _joined(data, both)
-    most_values = max(FILTERS)[0]
-    for exponent in ITEM_EXPONENTS:
-        found = cache(partial(spectrum, graph, exponent, most_values))
-        for num_values, power in FILTERS:
-            make = partial(_pure_svd, found, data.target.num_items, num_values, power)
-            yield Candidate(f"item exponent {exponent:g}, {num_values} values to the power {power:g}", make)
+    found = spectrum(_joined(data, both), ITEM_EXPONENT, max(FILTERS)[0])
+    for num_values, power in FILTERS:
+        make = partial(PureSVD, found, data.target.num_items, num_values, power)
+        yield Candidate(f"{num_values} values to the power {power:g}", make)
 
 
 def fit_joint_svd(data: MatchData) -> Fitted[PureSVD]:
@@ -91,10 +87,6 @@ def fit_joint_svd(data: MatchData) -> Fitted[PureSVD]:
 
 def _joined(data: MatchData, both: bool) -> Graph:
     return data.target.beside(data.source) if both else data.target
-
-
-def _pure_svd(found: Callable[[], Spectrum], num_scored: int, num_values: int, power: float) -> PureSVD:
-    return PureSVD(found(), num_scored, num_values, power)
 
 
 BASELINES: dict[str, Callable[[MatchData], Fitted[LinearModel] | None]] = {
