@@ -13,7 +13,7 @@ from torch import Tensor
 from npu_gr.train.baselines.linear import PureSVD
 from npu_gr.train.baselines.tune import log_popularity
 from npu_gr.train.judge import Scores
-from npu_gr.train.match.candidates import BASELINES, Fitted, fit_joint_svd
+from npu_gr.train.match.candidates import BASELINES, FittedLinear, fit_joint_svd
 from npu_gr.train.match.domains import MatchData
 from npu_gr.train.match.joined import join
 from npu_gr.train.match.options import MatchOptions
@@ -59,7 +59,7 @@ class Bench:
     progress: Callable[[str, StageProgress], None] = lambda _arm, _step: None
     _stages: dict[str, bytes] = field(default_factory=dict)
     _trained: dict[str, TrainedVectors] = field(default_factory=dict)
-    _svd: Fitted[PureSVD] | None = None
+    _svd: FittedLinear[PureSVD] | None = None
 
     def fit(self, arm: str) -> FittedArm | None:
         """Fit an arm of `ARMS`; None = it is too large for this data."""
@@ -77,7 +77,7 @@ class Bench:
         found = join(self.data, self.svd(), self.trained(SCCDR) if arm == EXPORT else None)
         return FittedArm(_products(found.users, found.items), found.validation, found.settings)
 
-    def svd(self) -> Fitted[PureSVD]:
+    def svd(self) -> FittedLinear[PureSVD]:
         """Decompose both domains side by side, once."""
         if self._svd is None:
             self._svd = fit_joint_svd(self.data)

@@ -25,14 +25,14 @@ M = TypeVar("M", bound=LinearModel, covariant=True)
 Models = Callable[[MatchData, bool], Iterator[Candidate[M]]]  # of both domains, or of the target
 
 
-class Fitted(NamedTuple, Generic[M]):
+class FittedLinear(NamedTuple, Generic[M]):
     """A model before and after its refit."""
 
     chosen: Tuned[M]  # does not know the validation's edges
     served: Tuned[M]  # the same settings, of all edges
 
 
-def fit(models: Models[M], data: MatchData, both: bool) -> Fitted[M] | None:
+def fit(models: Models[M], data: MatchData, both: bool) -> FittedLinear[M] | None:
     """Choose by the validation, and refit; None = there is nothing to choose among.
 
     Args:
@@ -47,7 +47,7 @@ def fit(models: Models[M], data: MatchData, both: bool) -> Fitted[M] | None:
     judge = data.judge()
     chosen = tune(chain([first], candidates), data.target.degrees()[1], judge)
     whole = data.whole()
-    return Fitted(chosen, chosen.refitted(models(whole, both), whole.target.degrees()[1], judge.held_out.users))
+    return FittedLinear(chosen, chosen.refitted(models(whole, both), whole.target.degrees()[1], judge.held_out.users))
 
 
 def item_knns(data: MatchData, both: bool) -> Iterator[Candidate[ItemKNN]]:
@@ -78,7 +78,7 @@ def pure_svds(data: MatchData, both: bool) -> Iterator[Candidate[PureSVD]]:
         yield Candidate(f"{num_values} values to the power {power:g}", make)
 
 
-def fit_joint_svd(data: MatchData) -> Fitted[PureSVD]:
+def fit_joint_svd(data: MatchData) -> FittedLinear[PureSVD]:
     """Decompose both domains side by side, choose and refit."""
     found = fit(pure_svds, data, both=True)
     assert found is not None, "there is a candidate"
@@ -89,7 +89,7 @@ def _joined(data: MatchData, both: bool) -> Graph:
     return data.target.beside(data.source) if both else data.target
 
 
-BASELINES: dict[str, Callable[[MatchData], Fitted[LinearModel] | None]] = {
+BASELINES: dict[str, Callable[[MatchData], FittedLinear[LinearModel] | None]] = {
     f"{name}, {where}": partial(fit, models, both=both)
     for where, both in (("target", False), ("both", True))
     for name, models in (("ItemKNN", item_knns), ("EASE", eases), ("PureSVD", pure_svds))

@@ -26,7 +26,7 @@ from npu_gr.matching.fold import JoinedFolding
 from npu_gr.train.baselines.linear import PureSVD
 from npu_gr.train.baselines.tune import SCALE_USERS, Tuned, log_popularity, root_mean_square
 from npu_gr.train.judge import smooth_hit
-from npu_gr.train.match.candidates import Fitted
+from npu_gr.train.match.candidates import FittedLinear
 from npu_gr.train.match.domains import MatchData
 from npu_gr.train.match.train import TrainedVectors, Validated
 
@@ -52,7 +52,7 @@ class JoinedVectors:
     validation: float  # smooth HIT
 
 
-def join(data: MatchData, fitted: Fitted[PureSVD] | None, trained: TrainedVectors | None) -> JoinedVectors:
+def join(data: MatchData, fitted: FittedLinear[PureSVD] | None, trained: TrainedVectors | None) -> JoinedVectors:
     """Choose the weights, and join.
 
     Args:

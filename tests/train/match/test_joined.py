@@ -17,14 +17,14 @@ from npu_gr.train.baselines.linear import PureSVD
 from npu_gr.train.graph import unique_edges
 from npu_gr.train.judge import HeldOut, smooth_hit
 from npu_gr.train.match import joined
-from npu_gr.train.match.candidates import BASELINES, Fitted, fit_joint_svd
+from npu_gr.train.match.candidates import BASELINES, FittedLinear, fit_joint_svd
 from npu_gr.train.match.domains import Domains, MatchData, split
 from npu_gr.train.match.export import export
 from npu_gr.train.match.joined import JoinedVectors, join
 from npu_gr.train.match.train import TrainedVectors, Trainer, log_odds
 from tests.train.match.synthetic import domains, quick
 
-Made = tuple[Domains, MatchData, Fitted[PureSVD], TrainedVectors]
+Made = tuple[Domains, MatchData, FittedLinear[PureSVD], TrainedVectors]
 
 
 @pytest.fixture(scope="module")
