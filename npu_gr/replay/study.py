@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 
 from npu_gr.core.settings import Positive, Seconds
 from npu_gr.replay.options import ProcessCount, ReplayOptions
@@ -64,7 +64,8 @@ class Study:
             "cached tokens",
             "send-lag P99 ms",
         )
-        table = Table("run", *columns, box=box.SIMPLE, title=f"ranks within {self.runs[0].slo_s * 1e3:g} ms")
+        run_column = Column("run", no_wrap=True)
+        table = Table(run_column, *columns, box=box.SIMPLE, title=f"ranks within {self.runs[0].slo_s * 1e3:g} ms")
         for run in self.runs:
             table.add_row(*row(run))
         if not self.ended:

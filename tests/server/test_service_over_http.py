@@ -12,7 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
+from torch import Tensor
 
+from npu_gr.backend.calls import HstuWholeCall
 from npu_gr.core.errors import DeviceError
 from npu_gr.core.kinds import RANK
 from tests.models import events
@@ -171,10 +173,15 @@ async def test_a_device_that_fails_with_the_prefix_does_without(
         await post(client, "/v1/signal", 202, user_id="u", history=history)
         await asyncio.sleep(0.2)
 
-        def broken(*_: object) -> None:
-            raise RuntimeError("planted")
+        backend = service.versions.ranker().engine.backend
+        whole = backend.hstu_whole
 
-        monkeypatch.setattr(service.versions.ranker().engine.arena, "slabs", broken)
+        def fails_with_a_prefix(call: HstuWholeCall) -> Tensor | None:
+            if any(segment.num_cached for segment in call.segments):
+                raise RuntimeError("planted")
+            return whole(call)
+
+        monkeypatch.setattr(backend, "hstu_whole", fails_with_a_prefix)
         answer = await rank(client, history=history)
         assert (answer["outcome"], answer["reason"]) == ("miss_full", "read_failed")
         assert close(answer, want)
@@ -185,17 +192,18 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
 ) -> None:
     async with serving(tmp_path) as (client, service):
         history = columns(events(80))
-        arena = service.versions.ranker().engine.arena
-        write = arena.write
-        calls = list[int]()
+        backend = service.versions.ranker().engine.backend
+        whole = backend.hstu_whole
+        calls = list[HstuWholeCall]()
 
-        def fails_once(layer: int, *rest: Any) -> None:
-            calls.append(layer)
-            if calls == [0, 1]:
+        def fails_once(call: HstuWholeCall) -> Tensor | None:
+            calls.append(call)
+            found = whole(call)  # its pages are written, whatever comes of it
+            if len(calls) == 1:
                 raise DeviceError("planted")
-            write(layer, *rest)
+            return found
 
-        monkeypatch.setattr(arena, "write", fails_once)
+        monkeypatch.setattr(backend, "hstu_whole", fails_once)
         first = await rank(client, history=history)
         assert (first["outcome"], first["reason"]) == ("miss_full", "read_failed")
         pool, _ = service.versions.ranker().relay.tiers

@@ -76,30 +76,28 @@ class _Pass(Structure):
     ]
 
 
-class _Stamped(NamedTuple):
-    """Where a tensor that was read is found, and what it was."""
+class _Places(NamedTuple):
+    """Where the tensors that were read are found: modules' own parameters or buffers, and a name in each."""
 
-    place: Mapping[str, Tensor | None]  # a module's own parameters or buffers
-    name: str
-    stamp: tuple[int, int]  # address and version counter
+    held: Sequence[tuple[Mapping[str, Tensor | None], str]]
+
+    def stamps(self) -> list[int] | None:
+        """Addresses and version counters; None = one of them has none, as it was made under inference_mode."""
+        tensors: list[Any] = [place[name] for place, name in self.held]
+        try:
+            return [tensor.data_ptr() for tensor in tensors] + [tensor._version for tensor in tensors]
+        except RuntimeError:
+            return None
 
 
 class _Described(NamedTuple):
     """What the kernels read of a model."""
 
-    stamped: Sequence[_Stamped]
+    places: _Places
+    stamps: Sequence[int]
     model: Any  # pointer to _Model
-    heads: dict[str, tuple[Any, int]]  # what is asked for -> (pointer to _Head, outputs)
+    heads: Mapping[str, tuple[Any, int]]  # what is asked for -> (pointer to _Head, outputs)
     kept: Sequence[object]  # tensors and structures that the above point into
-
-    @property
-    def is_fresh(self) -> bool:
-        for place, name, stamp in self.stamped:
-            found = place[name]
-            # a tensor made under inference_mode has no version counter
-            if found is None or found.is_inference() or (found.data_ptr(), found._version) != stamp:
-                return False
-        return True
 
 
 class HstuPassKernel:
@@ -122,22 +120,22 @@ class HstuPassKernel:
             parts += numbers
             num_candidates += segment.num_candidates
         described = self._described.get(call.owner)
-        if described is None or not described.is_fresh:
-            described = self._describe(call.owner, call.weights())
+        if described is None or described.places.stamps() != described.stamps:
+            described = self._describe(call.owner, call.weights(), call.dtype)
             if described is None:
                 return None
             self._described[call.owner] = described
         head, width = described.heads.get(call.answer) or (None, described.model.contents.dim)
         batch = torch.from_numpy(np.concatenate(parts))
         out = torch.empty(num_candidates, width)
-        native = _Pass(described.model, head, batch.data_ptr(), len(batch), len(call.segments), out=out.data_ptr())
+        native = _Pass(described.model, head, batch.data_ptr(), batch.shape[0], len(call.segments), out=out.data_ptr())
         if call.embeddings is not None:
             items, actions = call.embeddings
             native.items, native.actions = items.data_ptr(), actions.data_ptr()
-            native.num_items, native.num_actions = len(items), len(actions)
+            native.num_items, native.num_actions = items.shape[0], actions.shape[0]
         else:
             x = call.rows().contiguous()
-            native.x, native.num_rows = x.data_ptr(), len(x)
+            native.x, native.num_rows = x.data_ptr(), x.shape[0]
         num_bytes = self._size(byref(native))
         if num_bytes < 0:
             kind, why = _ERRORS[num_bytes]
@@ -146,8 +144,12 @@ class HstuPassKernel:
         self.run(byref(native))
         return out
 
-    def _describe(self, owner: nn.Module, weights: HstuWeights) -> _Described | None:
-        """Describe a model; None = a write to one of its weights would go unnoticed."""
+    def _describe(self, owner: nn.Module, weights: HstuWeights, dtype: torch.dtype) -> _Described | None:
+        """Describe a model; None = a write to one of its weights would go unnoticed, or they are of several dtypes."""
+        first = weights.layers[0]
+        of_layers = {linear.weight.dtype for layer in weights.layers for linear in (layer.uvqk, layer.out)}
+        if of_layers != {dtype} or any(own.is_inference() for own in (*owner.parameters(), *owner.buffers())):
+            return None
         read: list[Tensor] = []
         kept: list[object] = []
 
@@ -182,31 +184,29 @@ class HstuPassKernel:
                 into.v, into.k = linear(layer.uvqk, uv, 2 * uv), linear(layer.uvqk, 2 * uv + qk, 2 * (uv + qk))
             into.position_bias, into.time_bias = floats(layer.bias.position), floats(layer.bias.time)
         kept.append(layers)
-        first = weights.layers[0]
         model = _Model(
             first.uvqk.in_features, len(weights.layers), weights.num_heads, weights.qk_dim, weights.v_dim,
-            ELEMENT[first.uvqk.weight.dtype], first.norm_attention.weight.numel(), weights.is_joined,
+            ELEMENT[dtype], first.norm_attention.weight.numel(), weights.is_joined,
             weights.silu_all, first.bias.position.shape[1], weights.alpha, weights.scale, layers,
         )  # fmt: skip
         heads = {name: head(of) for name, of in weights.heads.items()}
-        stamped = _stamped(owner, read)
-        return None if stamped is None else _Described(stamped, pointer(model), heads, kept)
+        places = _places(owner, read)
+        stamps = places.stamps()
+        return None if stamps is None else _Described(places, stamps, pointer(model), heads, kept)
 
 
-def _stamped(owner: nn.Module, read: Sequence[Tensor]) -> list[_Stamped] | None:
-    """Find the tensors in the model; None = one has no version counter."""
+def _places(owner: nn.Module, read: Sequence[Tensor]) -> _Places:
+    """Find tensors in the model that they are of."""
     wanted = {id(tensor) for tensor in read}
     found = [
-        (place, name, tensor)
+        (place, name)
         for module in owner.modules()
         for place in (module._parameters, module._buffers)
         for name, tensor in place.items()
-        if tensor is not None and id(tensor) in wanted
+        if id(tensor) in wanted
     ]
-    assert {id(tensor) for _, _, tensor in found} == wanted, "a weight is none of the model's"
-    if any(tensor.is_inference() for _, _, tensor in found):
-        return None
-    return [_Stamped(place, name, (tensor.data_ptr(), tensor._version)) for place, name, tensor in found]
+    assert len({id(place[name]) for place, name in found}) == len(wanted), "a weight is none of the model's"
+    return _Places(found)
 
 
 def _numbers(segment: HstuSegment, dtype: torch.dtype, has_ids: bool) -> list[Any] | None:

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as changed
 from torch import Tensor
 
 from npu_gr.backend.calls import HstuWholeCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native, supported
+from npu_gr.bench.kernels_pass import SegmentWise
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.history import Events, HistoryReport
@@ -33,13 +35,6 @@ NOTHING: I64 = np.empty(0, np.int64)
 MOST_CALLS = 90  # of Python functions in a pass of one rank; 77 when this was written, some 800 before
 SHOWN_AT = 1_700_000_000
 PAGES = (PageRun(9, 1), PageRun(2, 2), PageRun(5, 3))  # of 64 tokens
-
-
-class Apart(CPUBackend):
-    """The CPU without the call: what it computes is compared with."""
-
-    def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
-        return None
 
 
 class Whole(CPUBackend):
@@ -125,7 +120,7 @@ def test_any_shape_gives_the_numbers_of_the_other_pass_and_one_pattern_of_bits(
 ) -> None:
     for seed in range(12):
         case = Case.of(seed, dtype)
-        whole, apart = engine(case.model, Whole(isa=native.isa)), engine(case.model, Apart(isa=native.isa))
+        whole, apart = engine(case.model, Whole(isa=native.isa)), engine(case.model, SegmentWise(isa=native.isa))
         for own in (whole, apart):
             own.forward([case.prefill(0, case.cut)])
         found = [whole.forward([way])[0] for way in case.ways()]
@@ -174,12 +169,12 @@ def test_company_and_steps_change_no_bit(native: Native, dtype: torch.dtype) -> 
 def test_next_and_features_go_the_same_way(native: Native, dtype: torch.dtype) -> None:
     """NEXT alone has a head of its own; with candidates beside it, rows come back."""
     model = tiny_model(dtype, retrieval=True)
-    one, other = engine(model, Whole(isa=native.isa)), engine(model, Apart(isa=native.isa))
+    one, other = engine(model, Whole(isa=native.isa)), engine(model, SegmentWise(isa=native.isa))
     history = RankPass(tokens(70, 0), 0, NOTHING, SHOWN_AT)
     work = FindPass(history, 0, NOTHING)
     u = one.find_all([work])[0].vector
     assert off(u, other.find_all([work])[0].vector) <= TOLERANCE[dtype]
-    rank = replace(history, candidates=np.arange(5))
+    rank = changed(history, candidates=np.arange(5))
     segments = [one._segment(history, is_next=True), one._segment(rank)]
     both = [scores.float().numpy() for scores in model(one.backend, segments)]
     assert off(both[0][0], u) <= 1e-5  # the head by torch ops
@@ -200,7 +195,7 @@ needs_kernels = pytest.mark.skipif(not supported(), reason="no kernels")
 
 @needs_kernels
 def test_a_weight_that_is_written_to_or_replaced_is_read_again(model: HSTU) -> None:
-    one, other = engine(model, Whole()), engine(model, Apart())
+    one, other = engine(model, Whole()), engine(model, SegmentWise())
     weights = dict(model.named_parameters())
     read = (
         "norm_in.weight",
@@ -225,24 +220,39 @@ def test_a_weight_that_is_written_to_or_replaced_is_read_again(model: HSTU) -> N
 
 
 @needs_kernels
+def test_weights_without_a_version_counter_go_segment_by_segment() -> None:
+    with torch.inference_mode():
+        model = tiny_model()
+    backend = CPUBackend()
+    one, other = engine(model, backend), engine(model, SegmentWise())
+    assert one.forward([rank()])[0].tobytes() == other.forward([rank()])[0].tobytes()
+    ours = tiny_model()
+    begun = engine(ours, backend)
+    begun.forward([rank()])
+    with torch.inference_mode():  # a weight is replaced by such a one while it serves
+        ours.layers[0].uvqk.weight = torch.nn.Parameter(torch.ones_like(ours.layers[0].uvqk.weight))  # type: ignore[arg-type, union-attr]
+    assert begun.forward([rank()])[0].tobytes() == engine(ours, SegmentWise()).forward([rank()])[0].tobytes()
+
+
+@needs_kernels
 def test_what_is_outside_is_refused_by_name(model: HSTU) -> None:
     one = engine(model, Whole())
     good = rank()
     for wrong, kind, says in (
-        (replace(good, candidates=np.array([0, 300])), IndexError, "item row"),
-        (replace(good, candidates=np.array([-1])), IndexError, "item row"),
-        (replace(good, tokens=replace(good.tokens, rows=good.tokens.rows + 300)), IndexError, "item row"),
-        (replace(good, keep=(PageRun(0, 1),)), ValueError, "fewer pages than tokens"),
-        (replace(good, keep=(PageRun(23, 2),)), ValueError, "outside of its arena"),
-        (replace(good, keep=(PageRun(-1, 2),)), ValueError, "outside of its arena"),
+        (changed(good, candidates=np.array([0, 300])), IndexError, "item row"),
+        (changed(good, candidates=np.array([-1])), IndexError, "item row"),
+        (changed(good, tokens=changed(good.tokens, rows=good.tokens.rows + 300)), IndexError, "item row"),
+        (changed(good, keep=(PageRun(0, 1),)), ValueError, "fewer pages than tokens"),
+        (changed(good, keep=(PageRun(23, 2),)), ValueError, "outside of its arena"),
+        (changed(good, keep=(PageRun(-1, 2),)), ValueError, "outside of its arena"),
     ):
         with pytest.raises(kind, match=says):
             one.forward([wrong])
     actions = good.tokens.events.actions.copy()
     actions[3] = 4
-    history = replace(good.tokens, events=replace(good.tokens.events, actions=actions))
+    history = changed(good.tokens, events=changed(good.tokens.events, actions=actions))
     with pytest.raises(IndexError, match="an action"):
-        one.forward([replace(good, tokens=history)])
+        one.forward([changed(good, tokens=history)])
     segment = one._segment(good)
     assert segment.host is not None
     with pytest.raises(ValueError, match="ids are not those of its rows"):
@@ -272,7 +282,7 @@ def test_what_the_call_does_not_know_goes_segment_by_segment() -> None:
                 return answers[-1]  # type: ignore[return-value]  # noqa: B023
 
         one, other = engine(model, Noted(), **layout), engine(model, backend, **layout)
-        kept = replace(rank(), keep=PAGES)
+        kept = changed(rank(), keep=PAGES)
         assert off(one.forward([kept])[0], other.forward([kept])[0]) == 0
         assert not any(answer is not None for answer in answers), (changes, layout)
 
