@@ -202,6 +202,7 @@ class Door:
             (Turns(config.tenant_weights), [lane for lane in self._lanes.values() if lane.kind.priority <= priority])
             for priority in Priority
         ]
+        self._queues = [turns for turns, _ in self._classes]
         self._departed_at = float("-inf")  # the last departure that left something to do
         self._admitted = 0
         self._tenants: dict[str, _Tenant] = {}  # that hold a slot
@@ -423,7 +424,7 @@ class Door:
         return self._config.enabled and self._clock() - self._mixed_at < WANTS_S
 
     def _nobody_before(self, lane: _Lane) -> bool:
-        return not self._waiting or not any(len(turns) for turns, _ in self._classes[: lane.priority + 1])
+        return not self._waiting or not any(map(len, self._queues[: lane.priority + 1]))
 
     def _ahead_s(self, lane: _Lane, turns: Turns, tenant: str, wanted_at: float) -> float:
         """Seconds until a request's own work would begin, if nobody more important came after it."""

@@ -31,7 +31,11 @@ from tests.chaos.rig import (
 OBJECTIVE_S = 0.05
 PAUSE_S = 0.11
 WELL_AGAIN_S = 0.25  # after a pause
+STALLED_AT_S = 1.0
+STALL_S = 0.3  # at four times the capacity it fills all connections
+WELL_AGAIN_UNDER_LOAD_S = 2.5  # while the load lasts: what has come meanwhile is refused first
 ABLE_PER_S = 400.0  # with fewer, the objective is nearly over when those who are inside have left
+CLOSES_S = 5.0  # connections that are paused while their callers hang up
 GROWTH_BYTES = 200_000_000  # of the resident memory over all loads: pages of prefixes, and what the allocator keeps
 
 
@@ -41,6 +45,9 @@ def instance(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with started(Instance(tmp_path_factory.mktemp("instance"), checkpoint)) as made:
         before = (made.num_descriptors, made.resident_bytes)
         yield made
+        ends_at = time.monotonic() + CLOSES_S
+        while made.num_descriptors > before[0] + 20 and time.monotonic() < ends_at:
+            time.sleep(0.1)
         assert made.num_descriptors <= before[0] + 20, "connections of clients that are gone are still open"
         assert made.resident_bytes <= before[1] + GROWTH_BYTES
 
@@ -154,6 +161,27 @@ async def test_a_pause_is_forgotten_within_a_quarter_of_a_second(
     assert sum(refused[well_from:]) <= scale.most_failed * due, refused
     assert sum(sum(each[3:]) for each in counts.bins) == 0, "lost"
     assert sum(each[0] for each in rest) >= 0.9 * due
+
+
+@each_scale
+@three_attempts
+async def test_an_open_loop_whose_connections_are_all_in_use_after_a_pause_is_served_again(
+    scale: Scale, bodies: Bodies, instance: Instance
+) -> None:
+    """Each of them sends its next request at once, as a client that retries does; to pause them would age them all."""
+    most_per_s = answered_per_s(await reference(instance, bodies))
+    seconds = STALLED_AT_S + STALL_S + WELL_AGAIN_UNDER_LOAD_S + scale.load_s
+    load = LoadStream(
+        name="load", mode="poisson", bodies=bodies.path, to_s=seconds, connections=256, rate_per_s=4 * most_per_s
+    )
+    pause = Pause(pid=instance.pid, at_s=STALLED_AT_S, for_s=STALL_S)
+    counts = (await drive_all(instance, [load], pause=pause)).stream("load")
+    good = [each[0] for each in counts.bins]
+    before_per_s = sum(good[: round(STALLED_AT_S / BIN_S)]) / STALLED_AT_S
+    well_from = round((seconds - scale.load_s) / BIN_S)
+    well_to = round(seconds / BIN_S)
+    assert sum(good[well_from:well_to]) / scale.load_s >= 0.4 * before_per_s, good
+    assert not sum(each[4] for each in counts.bins[well_from:well_to]), "given up"
 
 
 @each_scale

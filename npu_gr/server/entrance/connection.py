@@ -26,12 +26,13 @@ from npu_gr.access.keys import ANYBODY, Key
 from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Refusal, Unauthorized
-from npu_gr.core.kinds import Kind
+from npu_gr.core.kinds import Kind, Priority
 from npu_gr.server.entrance import answers, straight
 from npu_gr.server.entrance.entrance import Entrance
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
 from npu_gr.server.entrance.kernel_socket import KernelSocket
 from npu_gr.server.entrance.listener import Listener, State
+from npu_gr.server.entrance.pacing import RETRY_S
 from npu_gr.server.problem import problem
 
 REFUSED_AT_ONCE = 32  # pipelined requests; then the loop goes round, so that others are read, too
@@ -69,6 +70,7 @@ class Connection(web.RequestHandler):
         "is_trusted",
         "key",
         "listener",
+        "num_at_once",
         "refused_at",
         "served",
         "slot",
@@ -96,6 +98,7 @@ class Connection(web.RequestHandler):
         self.slot: Slot | None = None  # of the request that is served
         self.key: Key | None = None  # of the present request; None = it needs none, or its head is not whole
         self.refused_at = float("-inf")
+        self.num_at_once = 0
         self.is_trusted = False
         self._is_paused = False
         self._was_paused = False  # before the request that comes now
@@ -207,6 +210,7 @@ class Connection(web.RequestHandler):
 
     def end(self, answer: bytes) -> None:
         """Write an answer and close."""
+        self._entrance.refusals.write()
         if self.transport is not None:
             self.transport.write(answer)
         self._unread = b""
@@ -271,7 +275,9 @@ class Connection(web.RequestHandler):
             if self.state is State.IDLE:
                 self.state = State.RECEIVING
                 self._read_at = time.monotonic()
+                idle_since_at = self.began_at
                 self.began_at = self._read_at - self._kernel.received_ago_s()
+                self.num_at_once = self.num_at_once + 1 if self.began_at - idle_since_at <= RETRY_S else 0
             try:
                 num_bytes = self._framed()
             except BadRequest as error:
@@ -318,6 +324,7 @@ class Connection(web.RequestHandler):
             if not self._reserve(head.body_bytes):
                 return None
             if head.waits_for_continue and self.transport is not None:
+                self._entrance.refusals.write()
                 self.transport.write(answers.CONTINUE)
         if self._chunks is None:
             num_bytes = head.num_bytes + head.body_bytes
@@ -401,8 +408,17 @@ class Connection(web.RequestHandler):
         if kind is None:
             self._feed(request)
             return
-        if self._was_paused:
-            self._was_paused = False
+        has_hung_up = self._kernel.has_hung_up and kind.priority is not Priority.SIGNAL  # what one is for is no answer
+        was_paused, self._was_paused = self._was_paused, False
+        if was_paused:
+            self._entrance.pacer.resumed(has_hung_up=has_hung_up)
+        if has_hung_up:
+            self._entrance.abandoned(kind, time.monotonic() - self.began_at)
+            self._unread = b""
+            self._become_idle()
+            self.force_close()
+            return
+        if was_paused:
             door = self._entrance.door
             if door.is_late(kind.name, self.whole_at, self.has_s) and door.has_room(kind.name):
                 # it grew old because we did not read it: its caller is told, and may send a fresh one into the room
@@ -427,8 +443,7 @@ class Connection(web.RequestHandler):
             entrance.denied(self._kind, error.status, time.monotonic() - began_at)
             if not self.is_trusted:
                 entrance.rate_pacer.refused(self, began_at)
-            if self.transport is not None:
-                self.transport.write(answers.over_rate(str(error)))
+            entrance.refusals.add(self, answers.over_rate(str(error)))
             self._become_idle()
             entrance.rate_pacer.took(self.began_at - read_at)
             return False
@@ -469,8 +484,7 @@ class Connection(web.RequestHandler):
     def _refuse(self, reason: Refusal, *, at_once: bool) -> None:
         assert self._kind is not None
         self._entrance.refused(self._kind, self.has_s, reason)
-        if self.transport is not None:
-            self.transport.write(answers.overloaded(reason))
+        self._entrance.refusals.add(self, answers.overloaded(reason))
         read_at = self._read_at
         self._become_idle()
         if at_once:

@@ -28,6 +28,7 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers
 from npu_gr.server.entrance.listener import Listener, State, Visitor, listeners
 from npu_gr.server.entrance.pacing import Pacer
+from npu_gr.server.entrance.refusals import Refusals
 from npu_gr.server.entrance.straight import Answer
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Entrance:
         self.pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: door.waiting)
         # of callers over the rate of their key: no free place ends their pause
         self.rate_pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: 0)
+        self.refusals = Refusals(loop)
         self.wrong_keys = Throttle()
         self.listeners = listeners(config)
         public = self.listeners[0]

@@ -8,7 +8,9 @@ import sys
 import termios
 from typing import Any
 
-_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv in struct tcp_info of Linux: ms since data came
+_STATE = 0  # offset of tcpi_state in struct tcp_info of Linux
+_HUNG_UP = (7, 8)  # TCP_CLOSE, TCP_CLOSE_WAIT: the other side has closed, and reads no answer
+_LAST_DATA_RECV = 52  # offset of tcpi_last_data_recv: ms since data came
 _JIFFY_S = 0.004  # its step
 
 
@@ -21,6 +23,7 @@ class KernelSocket:
         Args:
             of_transport: its socket, as uvloop or asyncio show it; None = it has none.
         """
+        self.has_hung_up = False  # the other side had, when `received_ago_s` was asked last
         self._socket: socket.socket | None = None
         if of_transport is None or of_transport.family not in (socket.AF_INET, socket.AF_INET6):
             return
@@ -38,6 +41,7 @@ class KernelSocket:
         if self._socket is None:
             return 0.0
         info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA_RECV + 4)
+        self.has_hung_up = info[_STATE] in _HUNG_UP
         ms = int.from_bytes(info[_LAST_DATA_RECV:], sys.byteorder)
         return max(0.0, ms * 1e-3 - _JIFFY_S)
 

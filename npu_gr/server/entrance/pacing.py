@@ -6,6 +6,11 @@ so long that the refusals of all of them together take `SHARE` of a core, by wha
 as nobody waits and a place is free, the paused are read at once.
 
 A lone refusal pauses nobody, and a proxy never is: its connections carry other callers' requests.
+
+A pause helps where the caller waits for the answer before it asks again. An open loop does not: a pause only makes its
+requests older. After a standstill all connections of such a caller are in use, and look like those of one that
+retries. So the first `FREE` requests that come at once are no retries, which lets a short queue drain; and where many
+hang up in a pause, pauses become short for some seconds, which lets a long one drain.
 """
 
 from __future__ import annotations
@@ -21,6 +26,10 @@ BESIDE = 10.0  # what a refusal and its pause cost over what is timed of it: the
 GUESS_S = 7e-6  # what is timed of one, until there was one
 WEIGHT = 1 / 32  # of one more
 MOST_S = 0.5  # the longest pause, before its spread
+FREE = 4  # requests in a row that come at once before one is a retry: a caller whose queue drains sends as many
+IMPATIENT = 1 / 8  # of the paused hang up: pauses age an open loop's requests, and bring no fewer of them
+OVER = 1 / 64  # weight of one more that was paused
+LEAST_S = 1e-3  # the longest pause then; it doubles every second
 RETRY_S = 0.01  # by when the request reached the kernel; an open loop, which no pause can hold, comes later
 SPREAD = 0.5  # of the pause, up and down: they do not all come back at once
 
@@ -29,6 +38,7 @@ class Paced(Protocol):
     """A connection that can be paused."""
 
     refused_at: float  # when it was refused last
+    num_at_once: int  # requests in a row that came within `RETRY_S` of the answer before
 
     def pause(self) -> None:
         """Stop reading."""
@@ -63,6 +73,8 @@ class Pacer:
         self._numbers = itertools.count()
         self._wakes_at = float("inf")
         self._took_s = GUESS_S
+        self._hung_up = 0.0  # share of the paused
+        self._impatient_at = float("-inf")  # when it was too large last
 
     def __len__(self) -> int:
         return len(self._paused)
@@ -75,11 +87,11 @@ class Pacer:
             arrived_at: when its request reached the kernel.
         """
         now_at = self._clock()
-        retried = arrived_at - connection.refused_at <= RETRY_S
+        retried = connection.num_at_once > FREE and arrived_at - connection.refused_at <= RETRY_S
         connection.refused_at = now_at
         if not retried:
             return
-        pause_s = min((len(self._paused) + self._num_waiting() + 1) / self.refusals_per_s, MOST_S)
+        pause_s = min((len(self._paused) + self._num_waiting() + 1) / self.refusals_per_s, self._most_s(now_at))
         resume_at = now_at + pause_s * random.uniform(1 - SPREAD, 1 + SPREAD)  # noqa: S311  (spread)
         number = self._paused[connection] = next(self._numbers)
         heapq.heappush(self._heap, (resume_at, number, connection))
@@ -96,6 +108,20 @@ class Pacer:
     def took(self, seconds: float) -> None:
         """Learn what a refusal takes, from its first byte to its answer."""
         self._took_s += WEIGHT * (min(seconds, 8 * self._took_s) - self._took_s)
+
+    def resumed(self, *, has_hung_up: bool) -> None:
+        """Learn whether callers wait for us, when a request of a connection that was paused is read.
+
+        Args:
+            has_hung_up: its caller did not wait for the answer.
+        """
+        self._hung_up += OVER * (has_hung_up - self._hung_up)
+        if self._hung_up > IMPATIENT:
+            self._impatient_at = self._clock()
+
+    def _most_s(self, now_at: float) -> float:
+        """The longest pause at this instant."""
+        return min(MOST_S, LEAST_S * 2 ** min(now_at - self._impatient_at, 16.0))
 
     def forget(self, connection: Paced) -> None:
         """Forget a connection that is closed."""

@@ -193,6 +193,57 @@ async def test_clients_that_retry_at_once_are_paused_and_read_when_there_is_room
         assert len(at.entrance.pacer) == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads TCP_INFO of Linux")
+async def test_callers_that_hang_up_while_they_are_paused_are_paused_for_less() -> None:
+    async with site() as at:
+        longest_s = at.entrance.pacer._most_s(time.monotonic())
+        for number in range(20):
+            raw = await at.connect()
+            raw.send(WHOLE)
+            await raw.answer()
+            (connection,) = at.entrance._connections
+            connection.pause()
+            raw.send(WHOLE)
+            raw.writer.transport.abort()
+            await until(lambda: is_closed_there(connection))  # noqa: B023
+            connection.resume()
+            await until(lambda: not at.entrance._connections)
+            assert at.count("admissions_total", kind="rank", verdict="abandoned") == number + 1
+        assert at.entrance.pacer._most_s(time.monotonic()) < 0.1 * longest_s
+        assert len(at.service.served) == 20  # nobody works on what nobody reads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads TCP_INFO of Linux")
+async def test_a_signal_whose_caller_does_not_wait_counts() -> None:
+    async with site() as at:
+        raw = await at.connect()
+        raw.send(WHOLE)
+        await raw.answer()
+        (connection,) = at.entrance._connections
+        connection.pause()
+        signal = json.dumps(EXAMPLES["signal"].body).encode()
+        raw.send(RANK.replace(b"/v1/rank", b"/v1/signal") + b"Content-Length: %d\r\n\r\n%s" % (len(signal), signal))
+        raw.writer.transport.abort()
+        await until(lambda: is_closed_there(connection))
+        connection.resume()
+        await until(lambda: len(at.service.served) == 2)
+
+
+def is_closed_there(connection: Any) -> bool:
+    connection._kernel.received_ago_s()
+    return bool(connection._kernel.has_hung_up)
+
+
+async def test_refusals_are_written_before_what_ends_their_connection() -> None:
+    async with site(trusted_proxies=["127.0.0.0/8"]) as at:
+        raw = await at.connect()
+        at.service.door._lanes["rank"].pace.seconds = 1.0
+        with await at.service.fill():
+            raw.send(WHOLE * 3 + b"no request\r\n\r\n")
+            assert [(await raw.answer())[0] for _ in range(4)] == [429, 429, 429, 400]
+            assert await raw.is_closed()
+
+
 async def test_what_a_paused_connection_sends_stays_with_its_sender() -> None:
     async with site() as at:
         raw = await at.connect()

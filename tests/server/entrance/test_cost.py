@@ -88,6 +88,7 @@ async def test_a_refusal_takes_few_calls() -> None:
             connection.refused_at = float("-inf")
             with Counted() as calls:
                 connection.data_received(WHOLE)
+                connection._entrance.refusals.write()
     assert [answer.split(b"\r\n")[0] for answer in transport.answers] == [b"HTTP/1.1 429 Too Many Requests"] * 2
     assert calls["Door.arrive"] == 1
     assert calls.total() <= MOST_CALLS, calls.most_common()

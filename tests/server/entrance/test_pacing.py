@@ -1,13 +1,17 @@
-"""Refusals are bounded whatever clients do; a lone refusal pauses nobody; places bring the paused back at once."""
+"""Refusals are bounded whatever clients do; a lone refusal pauses nobody; places bring the paused back at once.
+
+An open loop comes back from a standstill, although all its connections are in use then and look like those of retries.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from typing import Any
 
 import pytest
 
-from npu_gr.server.entrance.pacing import BESIDE, MOST_S, SHARE, SPREAD, Pacer
+from npu_gr.server.entrance.pacing import BESIDE, FREE, LEAST_S, MOST_S, RETRY_S, SHARE, SPREAD, Pacer
 
 
 class World:
@@ -37,6 +41,7 @@ class Client:
     def __init__(self, world: World) -> None:
         self.world = world
         self.refused_at = float("-inf")
+        self.num_at_once = 0
         self.refusals = 0
         self.sent_at = 0.0
         self.is_paused = False
@@ -44,6 +49,7 @@ class Client:
 
     def send(self) -> None:
         self.refusals += 1
+        self.num_at_once += 1
         self.world.pacer.refused(self, self.sent_at)
         self.sent_at = self.world.now_at  # at once; it lies in the kernel while nobody reads
         if not self.is_paused:
@@ -56,6 +62,13 @@ class Client:
         self.is_paused = False
         self.resumed_at = self.world.now_at
         self.world.call_at(self.world.now_at + 1e-4, self.send)
+
+
+def retries(world: World, client: Client) -> None:
+    """Be refused twice, by a client that has long sent at once."""
+    client.num_at_once = FREE + 1
+    world.pacer.refused(client, world.now_at)
+    world.pacer.refused(client, world.now_at)
 
 
 def test_refusals_are_bounded_for_any_number_of_clients() -> None:
@@ -85,6 +98,7 @@ def test_a_lone_refusal_pauses_nobody() -> None:
     world = World()
     clients = [Client(world) for _ in range(50)]
     for client in clients:
+        client.num_at_once = FREE + 1
         world.pacer.refused(client, world.now_at)
     assert len(world.pacer) == 0
     world.now_at += 0.2
@@ -98,8 +112,7 @@ def test_no_pause_is_longer_than_it_may_be() -> None:
     world = World()
     clients = [Client(world) for _ in range(2000)]
     for client in clients:
-        world.pacer.refused(client, world.now_at)
-        world.pacer.refused(client, world.now_at)
+        retries(world, client)
     began_at = world.now_at
     for client in clients:
         client.resume = lambda client=client: setattr(client, "resumed_at", world.now_at)  # type: ignore[method-assign, misc]
@@ -112,10 +125,175 @@ def test_free_places_bring_as_many_back_at_once() -> None:
     world = World()
     clients = [Client(world) for _ in range(10)]
     for client in clients:
-        world.pacer.refused(client, world.now_at)
-        world.pacer.refused(client, world.now_at)
+        retries(world, client)
     assert len(world.pacer) == 10
     world.pacer.forget(clients[0])
     world.pacer.release(3)
     assert sum(not client.is_paused for client in clients) == 3
     assert len(world.pacer) == 6
+
+
+def test_a_caller_whose_queue_drains_is_not_paused() -> None:
+    """All connections of an open loop are in use for a moment, and each sends the next request at once."""
+    world = World()
+    client = Client(world)
+    for _ in range(FREE):
+        client.send()
+    assert not client.is_paused
+    client.send()
+    assert client.is_paused
+
+
+class Quiet(Client):
+    """Sends nothing more."""
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+
+def longest_pause_s(world: World, num_clients: int = 1000) -> float:
+    for _ in range(num_clients):
+        retries(world, Quiet(world))
+    began_at = world.now_at
+    while len(world.pacer):
+        world.run(0.001)
+    return world.now_at - began_at
+
+
+def test_where_callers_do_not_wait_pauses_are_short_and_double_every_second() -> None:
+    world = World()
+    for _ in range(1000):
+        world.pacer.resumed(has_hung_up=False)
+    assert longest_pause_s(world) > MOST_S
+    for number in range(1000):
+        world.pacer.resumed(has_hung_up=number % 20 == 0)  # some always do
+    assert longest_pause_s(world) > MOST_S
+    for _ in range(20):
+        world.pacer.resumed(has_hung_up=True)
+    assert longest_pause_s(world) <= LEAST_S * (1 + SPREAD) + 0.002
+    world.run(5.0)
+    assert 16 * LEAST_S < longest_pause_s(world) <= 33 * LEAST_S * (1 + SPREAD) + 0.002
+    world.run(5.0)
+    assert longest_pause_s(world) > MOST_S
+
+
+RATE_PER_S = 6000  # of an open loop
+NUM_CONNECTIONS = 256
+PATIENCE_S = 1.0
+REFUSES_S = 1e-4  # what a refusal takes
+
+
+class OpenLoop:
+    """Callers of a steady rate over some connections, who give up after `PATIENCE_S`; a server that refuses all."""
+
+    def __init__(self, stands_still: tuple[float, float], ends_at: float) -> None:
+        self.world = World()
+        self.began_at = self.world.now_at
+        self.ends_at = self.began_at + ends_at
+        self.stands_still = [self.began_at + at for at in stands_still]
+        self.idle = deque(PooledConnection(self) for _ in range(NUM_CONNECTIONS))
+        self.due: deque[float] = deque()  # what has no connection yet
+        self.readable: deque[PooledConnection] = deque()
+        self.is_reading = False
+        self.told_after_s: list[tuple[float, float]] = []  # when each was due, and how long it took to be refused
+        self.world.call_at(self.began_at, self.arrive)
+
+    def run(self) -> None:
+        self.world.run(self.ends_at - self.began_at + 2 * PATIENCE_S)
+
+    def arrive(self) -> None:
+        now_at = self.world.now_at
+        self.due.append(now_at)
+        self.send()
+        if now_at < self.ends_at:
+            self.world.call_at(now_at + 1 / RATE_PER_S, self.arrive)
+
+    def send(self) -> None:
+        while self.due and self.idle:
+            due_at = self.due.popleft()
+            if due_at > self.world.now_at - PATIENCE_S:
+                self.idle.popleft().send(due_at)
+
+    def read(self) -> None:
+        """Read a connection, which takes its time."""
+        self.is_reading = bool(self.readable)
+        if not self.readable:
+            return
+        stops_at, goes_on_at = self.stands_still
+        now_at = self.world.now_at
+        if stops_at <= now_at < goes_on_at:
+            self.world.call_at(goes_on_at, self.read)
+        else:
+            self.readable.popleft().answer()
+            self.world.call_at(now_at + REFUSES_S, self.read)
+
+    def wake(self) -> None:
+        if not self.is_reading:
+            self.is_reading = True
+            self.world.call_at(self.world.now_at, self.read)
+
+
+class PooledConnection:
+    """Of an `OpenLoop`; both ends of it."""
+
+    def __init__(self, loop: OpenLoop) -> None:
+        self.loop = loop
+        self.refused_at = float("-inf")
+        self.num_at_once = 0
+        self.is_paused = False
+        self.was_paused = False
+        self.has_hung_up = False
+        self.answered_at = float("-inf")
+        self.due_at = self.sent_at = 0.0
+        self.number = 0  # of its request
+
+    def send(self, due_at: float) -> None:
+        now_at = self.loop.world.now_at
+        self.due_at, self.sent_at = due_at, now_at
+        self.number += 1
+        number = self.number
+        self.loop.world.call_at(due_at + PATIENCE_S, lambda: self.give_up(number))
+        if not self.is_paused:
+            self.is_read()
+
+    def is_read(self) -> None:
+        self.loop.readable.append(self)
+        self.loop.wake()
+
+    def give_up(self, number: int) -> None:
+        if number == self.number and self.due_at:  # nothing was answered
+            self.has_hung_up = True
+            self.loop.idle.append(PooledConnection(self.loop))
+            self.loop.send()
+
+    def answer(self) -> None:
+        pacer, now_at = self.loop.world.pacer, self.loop.world.now_at
+        if self.was_paused:
+            pacer.resumed(has_hung_up=self.has_hung_up)
+            self.was_paused = False
+        if self.has_hung_up:
+            return
+        self.loop.told_after_s.append((self.due_at, now_at - self.due_at))
+        is_at_once = self.sent_at - self.answered_at <= RETRY_S
+        self.num_at_once = self.num_at_once + 1 if is_at_once else 0
+        self.answered_at, self.due_at = now_at, 0.0
+        pacer.refused(self, self.sent_at)
+        self.loop.idle.append(self)
+        self.loop.send()
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused, self.was_paused = False, True
+        if self.due_at:
+            self.is_read()
+
+
+@pytest.mark.parametrize("still_s", [0.1, 0.3, 0.6, 1.5])
+def test_an_open_loop_comes_back_from_a_standstill(still_s: float) -> None:
+    loop = OpenLoop((1.0, 1.0 + still_s), 6.0)
+    loop.run()
+    last = [took_s for due_at, took_s in loop.told_after_s if loop.ends_at - 1 < due_at < loop.ends_at]
+    assert len(last) >= 0.99 * RATE_PER_S, "some were given up"
+    assert sorted(last)[int(0.99 * len(last))] < 0.01
