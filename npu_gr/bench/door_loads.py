@@ -28,6 +28,7 @@ BURSTS = (8, 16, 24, 32)  # ranks at once
 BURST_SHARE = 0.25  # of the capacity
 POISSON = (1.0, 3.0, 10.0)  # of the capacity
 PAUSE_CLIENTS = 4
+PAUSE_TIMES = 5.0  # the capacity, in an open loop: a pause fills all its connections
 PAUSE_S = 0.110  # what a full garbage collection took
 HOT_CLIENTS = 16
 SMALL_PER_S = 20.0
@@ -133,16 +134,14 @@ def loads(bodies: Path, hot: Path, small: Path, capacity_per_s: float, seconds: 
         stream = LoadStream(name="load", mode="poisson", bodies=bodies, to_s=long_s, connections=POOL, rate_per_s=rate)
         name = f"Poisson {times:g}x, {rate:.0f}/s"
         made.append(Load(name=name, group="poisson", size=times, seconds=long_s, streams=(stream,)))
-    made.append(
-        Load(
-            name=f"pause of {PAUSE_S * 1e3:.0f} ms",
-            group="pause",
-            size=PAUSE_CLIENTS,
-            seconds=seconds,
-            streams=(LoadStream(name="load", mode="closed", bodies=bodies, to_s=seconds, connections=PAUSE_CLIENTS),),
-            pause_at_s=seconds / 2,
+    few = LoadStream(name="load", mode="closed", bodies=bodies, to_s=seconds, connections=PAUSE_CLIENTS)
+    rate = PAUSE_TIMES * capacity_per_s
+    many = LoadStream(name="load", mode="poisson", bodies=bodies, to_s=seconds, connections=POOL, rate_per_s=rate)
+    for size, where, stream in ((PAUSE_CLIENTS, "", few), (PAUSE_TIMES, f" at {PAUSE_TIMES:g}x", many)):
+        name = f"pause of {PAUSE_S * 1e3:.0f} ms{where}"
+        made.append(
+            Load(name=name, group="pause", size=size, seconds=seconds, streams=(stream,), pause_at_s=seconds / 2)
         )
-    )
     tenant = LoadStream(
         name="load", mode="bursts", bodies=small, to_s=seconds, connections=16, burst_size=1, every_s=1 / SMALL_PER_S
     )

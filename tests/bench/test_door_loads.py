@@ -117,6 +117,8 @@ def test_every_load_of_the_issue_is_there(tmp_path: Path) -> None:
     poisson = [load for load in made if load.group == "poisson"]
     assert [load.streams[0].rate_per_s for load in poisson] == [800.0, 2400.0, 8000.0]
     assert all(load.seconds == 60.0 for load in poisson)
+    pauses = [load.streams[0] for load in made if load.group == "pause"]
+    assert [(stream.mode, stream.rate_per_s) for stream in pauses] == [("closed", 0.0), ("poisson", 4000.0)]
     assert [len(load.streams) for load in made if load.group == "fair"] == [1, 2]
 
 
