@@ -35,7 +35,7 @@ from npu_gr.train.rank.evaluate import RankingFigures, evaluate_baseline, evalua
 from npu_gr.train.rank.fit import fit
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.order import ListSizes, count_order, fit_order, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.tasks import CLICK, LIKE, positives
 from npu_gr.train.rank.train import hold_out
@@ -197,8 +197,8 @@ def _figures(log: InteractionLog, items: Sequence[ItemValues], likes: Bools, opt
     held_out = hold_out(log, options)
     features = choose_features(held_out.log, items, TASKS, options)
     fitted = fit(held_out.log, items, TASKS, options, held_out.targets, "ranker", _ignore, features=features)
-    counted = count_transitions(held_out.log, CLICK.name)
-    sizes = ListSizes(options.num_retrieved, options.num_followers)
+    counted = count_order(held_out.log, CLICK.name)
+    sizes = ListSizes(options.num_retrieved, options.num_followers, options.num_neighbours)
     lists = list(retrieved_lists(LogInputs(log, fitted.model), fitted.model, counted, held_out.targets, sizes))
     ranker, _ = evaluate_ranker(
         log,

@@ -1,4 +1,4 @@
-"""Where a cascade's candidates come from: the ranker itself, generate, match, and a list of popular items."""
+"""Where a cascade's candidates come from: the ranker itself, what it counted, generate, match, and a list of popular items."""
 
 from __future__ import annotations
 
@@ -60,6 +60,15 @@ async def from_transitions(asked: SourceRequest) -> I64:
     if ranking.order is None or not len(asked.rows):
         raise ColdUser("no item of the history has transitions")
     found = ranking.vocabulary.ids_of(ranking.order.top(asked.rows, asked.num_items + len(asked.denied)))
+    return found[~among(found, asked.denied)][: asked.num_items]
+
+
+async def from_neighbours(asked: SourceRequest) -> I64:
+    """List what has most in common with the history: what the same users had."""
+    ranking = asked.ranking
+    if ranking.order is None or ranking.order.neighbours is None or not len(asked.rows):
+        raise ColdUser("no item of the history has neighbours")
+    found = ranking.vocabulary.ids_of(ranking.order.nearest(asked.rows, asked.num_items + len(asked.denied)))
     return found[~among(found, asked.denied)][: asked.num_items]
 
 

@@ -4,8 +4,9 @@ Protocol:
   AUC       every event after the trained ones, pooled over users, with all of the user's events before it as history.
             Positive: the event's value reaches the task's threshold.
   HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Three ways: the
-            retrieval alone; the click logit alone and the fitted order (recommend), over what the retrieval and the
-            transitions found, as a cascade of these two sources does. What is not in the list ranks behind it.
+            retrieval alone; the click logit, the neighbours and the fitted order (recommend), each over what the
+            retrieval, the transitions and the neighbours found, as a cascade of these sources does. What is not in
+            the list ranks behind it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ K = 10
 RANKER = "HSTU ranker"  # all that it knows: the fitted order, if there is one
 RETRIEVAL = "its retrieval alone"
 CLICK = "its click logit alone"
+NEIGHBOURS = "neighbours alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +178,7 @@ def evaluate_ranker(
         likes: [n] label of every event of the log.
         targets: the next items to rank.
         order: fitted; None = the retrieval alone is the order.
-        counted: transitions; None = the model does not retrieve, and has no HR and NDCG.
+        counted: transitions and neighbours; None = the model does not retrieve, and has no HR and NDCG.
         like_task: the task that predicts `likes`; None = the model has none, and no AUC.
         sizes: of the lists that are put in order.
         done: called with (users so far, users in all) after every user's next item.
@@ -195,6 +197,7 @@ def evaluate_ranker(
     parts = (
         figures(RETRIEVAL, None, lambda found: found.retrieval),
         figures(CLICK, None, lambda found: found.click),
+        figures(NEIGHBOURS, None, lambda found: found.neighbours),
     )
     return figures(RANKER, judged, lambda found: found.scores(order)), parts
 

@@ -1,12 +1,12 @@
 """Train the HSTU ranker from an interaction log: one trunk that retrieves, ranks, and knows the order to show.
 
     validation   the last trained event of each user, of a large log of some users. Nothing is trained on it: it ends
-                 the training at the epoch that makes it most likely, and fits the four weights of the order
-    evaluation   the events that `split` keeps, beside the baselines; the transitions are counted anew of all other
-                 events, the validation's among them, as the baselines count them
+                 the training at the epoch that makes it most likely, and fits the weights of the order
+    evaluation   the events that `split` keeps, beside the baselines; transitions and neighbours are counted anew of all
+                 other events, the validation's among them, as the baselines count them
     refit        the model that is served is trained anew on all events, with the same settings, as many epochs and the
-                 same weights of the order; the transitions are counted anew. What is measured is the model of the older
-                 events; nothing is left to measure the served one on
+                 same weights of the order; transitions and neighbours are counted anew. What is measured is the model of
+                 the older events; nothing is left to measure the served one on
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
@@ -32,7 +32,7 @@ from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_r
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.order import ListSizes, count_order, fit_order, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.search import SearchedOptions, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, liking_values, make_labels
@@ -108,10 +108,10 @@ def train_rank(
 
     searched = search(options, train, judge, has_likes=any(not task.is_next_item for task in chosen.tasks))
     fitted = searched.fitted
-    counted = None if click is None else count_transitions(held_out.log, click)
+    counted = None if click is None else count_order(held_out.log, click)
     order = None if counted is None else _fit_order(fitted, counted, held_out, options)
     if counted is not None:  # as the baselines, which choose on the validation and then count it
-        counted = count_transitions(log, counted.task)
+        counted = count_order(log, counted.task)
         order = None if order is None else replace(counted, weights=order.weights)
     num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
     evaluation = _evaluate(searched, order, counted, log, held_out, chosen, num_served, options, progress)
@@ -140,7 +140,7 @@ def train_rank(
             features=choose_features(everything, item_features, chosen.tasks, searched.options),
         )
         if order is not None:
-            order = replace(count_transitions(everything, order.task), weights=order.weights)
+            order = replace(count_order(everything, order.task), weights=order.weights)
         checkpoint = replace(checkpoint, model=again.model, order=order)
     return checkpoint, evaluation
 
@@ -166,9 +166,13 @@ def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOutEvents, options:
     if not held_out.targets:
         return None
     log, targets = held_out
-    sizes = ListSizes(options.num_retrieved, options.num_followers)
+    sizes = _sizes(options)
     lists = list(retrieved_lists(LogInputs(log, fitted.model), fitted.model, counted, targets, sizes))
     return fit_order(counted, log, lists, targets)
+
+
+def _sizes(options: TrainOptions) -> ListSizes:
+    return ListSizes(options.num_retrieved, options.num_followers, options.num_neighbours)
 
 
 def _evaluate(
@@ -199,7 +203,7 @@ def _evaluate(
         order=order,
         counted=counted,
         like_task=first,
-        sizes=ListSizes(options.num_retrieved, options.num_followers),
+        sizes=_sizes(options),
         done=lambda done, total: progress(TrainingProgress("ranker: evaluate", done, total)),
     )
     return Evaluation(
