@@ -31,6 +31,7 @@ from npu_gr.train.data import Bools, InteractionLog, Split, build_log
 from npu_gr.train.metrics import F64, auc_terms, hits, ndcg_of_each
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.paired import NORMAL, Difference, difference
+from npu_gr.train.rank.alone import better_alone, to_serve
 from npu_gr.train.rank.evaluate import RankingFigures, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import fit
 from npu_gr.train.rank.inputs import LogInputs
@@ -200,12 +201,13 @@ def _figures(log: InteractionLog, items: Sequence[ItemValues], likes: Bools, opt
     counted = count_order(held_out.log, CLICK.name)
     sizes = ListSizes(options.num_retrieved, options.num_followers, options.num_neighbours)
     lists = list(retrieved_lists(LogInputs(log, fitted.model), fitted.model, counted, held_out.targets, sizes))
+    order = fit_order(counted, log, lists, held_out.targets)
     ranker, _ = evaluate_ranker(
         log,
         fitted.model,
         likes,
         sample_targets(log.next_items(), options.test_users, options.seed),
-        order=fit_order(counted, log, lists, held_out.targets),
+        order=to_serve(order, better_alone(order, log, lists, held_out.targets)),
         counted=counted,
         like_task=TASKS.index(LIKE),
         sizes=sizes,

@@ -1,4 +1,4 @@
-"""Where a cascade's candidates come from: the ranker itself, what it counted, generate, match, and a list of popular items."""
+"""Where a cascade's candidates come from: the ranker and its counts, generate, match, and a list of popular items."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Neighbours: which items the same users have, and how much a candidate has in common with a history.
 
-    sum(i) = sum over the distinct items j of the last 100 events of similarity(j, i)
+    sum(i) = sum over the distinct items j of the last 20 events of similarity(j, i)
 
 Of each item the most similar ones are kept; any other has a similarity of 0.
 
@@ -19,7 +19,7 @@ from npu_gr.core.arrays import F32, I64
 I32 = npt.NDArray[np.int32]
 
 MAX_NEIGHBOURS = 100  # of an item
-LAST_ITEMS = 100  # events of a history that are read
+LAST_ITEMS = 20  # events of a history that are read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ class Neighbours:
             return np.zeros(len(candidates))
         place = np.searchsorted(ascending, items)
         found = ascending[np.minimum(place, len(ascending) - 1)] == items
-        sums = np.bincount(place[found], similarity[found], len(ascending))
+        sums = np.bincount(place[found], similarity[found], len(ascending)).astype(np.float64)  # it counts if there is none
         summed: npt.NDArray[np.float64] = sums[np.searchsorted(ascending, candidates)]
         return summed
 

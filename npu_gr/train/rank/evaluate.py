@@ -11,7 +11,7 @@ Protocol:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -27,6 +27,7 @@ from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, 
 from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
 from npu_gr.train.paired import BaselineComparison, Difference, compare, difference_of_auc
+from npu_gr.train.rank.alone import in_words
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
@@ -65,6 +66,7 @@ class Evaluation:
     tasks: str  # why the ranker has these tasks
     auc_task: str  # the task that AUC is of; "" = none
     fitting: str  # in words: how long it was trained, and the order that was fitted
+    better_alone: Mapping[str, Difference]  # sources above the fitted order on the validation; see `alone.py`
     left_out: tuple[str, ...]  # why other baselines are not among them
     ranker: RankingFigures
     parts: tuple[RankingFigures, ...]  # what the ranker's order is made of, each alone
@@ -100,7 +102,7 @@ class Evaluation:
 
     def text(self) -> str:
         """Say in words why the ranker has its tasks, what was fitted, and how it stands beside the best of others."""
-        lines = [f"tasks: {self.tasks}", self.fitting, *self.left_out]
+        lines = [f"tasks: {self.tasks}", self.fitting, *in_words(self.better_alone), *self.left_out]
         if self.ranker.liking is not None and (
             own := difference_of_auc(self.ranker.liking, None, self.likes, self.users)
         ):
@@ -190,7 +192,9 @@ def evaluate_ranker(
     lists = list(retrieved_lists(inputs, model, counted, targets, sizes, done))
 
     def figures(name: str, liking: F64 | None, scores: Callable[[ItemList], npt.NDArray[np.float32]]) -> RankingFigures:
-        return _figures(name, log, likes, liking, targets, (_over_all(log, found, scores(found)) for found in lists))
+        return _figures(
+            name, log, likes, liking, targets, (found.over_all(scores(found), log.num_items) for found in lists)
+        )
 
     if order is None:
         return figures(RANKER, judged, lambda found: found.retrieval), ()
@@ -200,13 +204,6 @@ def evaluate_ranker(
         figures(NEIGHBOURS, None, lambda found: found.neighbours),
     )
     return figures(RANKER, judged, lambda found: found.scores(order)), parts
-
-
-def _over_all(log: InteractionLog, found: ItemList, scores: npt.NDArray[np.float32]) -> F64:
-    """Spread a list's scores over the catalogue, float64 [num_items]; -inf for an item that is not in the list."""
-    row = np.full(log.num_items, -np.inf)
-    row[found.items] = scores
-    return row
 
 
 @torch.inference_mode()

@@ -1,22 +1,29 @@
-"""Count the neighbours of each item: the items that the same users have.
+"""Count the neighbours of each item: what the same users have.
 
-    similarity(j, i) = (users who have both) / (sqrt(n_j n_i) + shrink),   n = users who have it
+    similarity(j, i) = (sum over the users v who have both of n_v^-1/2) / (sqrt(n_j n_i) + 40)
+
+n are the users of an item, and the items of a user. It is a cosine, shrunk: what two users share by chance, of items
+that nobody else has, would else be as good as what hundreds share. Chosen on the validations of two logs: on Amazon
+Beauty the NDCG@10 of the neighbours alone is .045 with a shrink of 0, .055 with 20, .057 with 40, .056 with 100.
+
+Source: ItemKNN (Deshpande and Karypis, TOIS 2004).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from npu_gr.core.arrays import I64
 from npu_gr.model.neighbours import MAX_NEIGHBOURS, Neighbours
 from npu_gr.train.data import InteractionLog
-from npu_gr.train.metrics import F64
-from npu_gr.train.rank.best_of_rows import best_of_rows
+from npu_gr.train.rank.sparse_rows import Entries, joined
 
-SHRINK = 20.0
-USER_EXPONENT = 0.5
-USER_ITEMS = 500  # newest items of a user that count: their pairs grow with the square
-_PAIRS_AT_ONCE = 1 << 22
+SHRINK = 40.0
+USER_EXPONENT = 0.5  # a user who has many items tells less of each
+USER_ITEMS = 500  # of a user that count, those that were had last: their pairs grow with the square
+PAIRS_AT_ONCE = 1 << 22
 
 
 def count_neighbours(log: InteractionLog) -> Neighbours:
@@ -25,48 +32,51 @@ def count_neighbours(log: InteractionLog) -> Neighbours:
     Args:
         log: its trained events count.
     """
-    num_items = log.num_items
-    users, items = _newest(log)
-    of_item = np.bincount(items, minlength=num_items)
-    of_user = np.bincount(users, minlength=log.num_users)
-    weight = np.maximum(of_user, 1) ** -USER_EXPONENT
-    begins = np.cumsum(of_user) - of_user
-    by_item = np.argsort(items, kind="stable")
-    lengths = of_user[users[by_item]]  # pairs that each edge makes
-    pairs = np.concatenate([[0], np.cumsum(lengths)])
-    ends = np.cumsum(of_item)
-    tables = []
-    start = 0
-    parts: list[tuple[I64, I64, F64]] = []
-    while start < num_items:
-        first = int(ends[start] - of_item[start])
-        stop = max(start + 1, int(np.searchsorted(pairs[ends], pairs[first] + _PAIRS_AT_ONCE, "right")))
-        edges = by_item[first : ends[stop - 1]]
-        own = lengths[first : ends[stop - 1]]
-        within = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
-        other = items[np.repeat(begins[users[edges]], own) + within]
-        source = np.repeat(items[edges], own)
-        keys, place = np.unique((source - start) * num_items + other, return_inverse=True)
-        shared = np.bincount(place, np.repeat(weight[users[edges]], own), len(keys))
-        row, column = np.divmod(keys, num_items)
-        is_other = row + start != column
-        row, column, shared = row[is_other], column[is_other], shared[is_other]
-        value = shared / (np.sqrt(of_item[row + start] * of_item[column]) + SHRINK)
-        best = np.lexsort((column, -value, row))
-        nth = np.arange(len(row)) - np.searchsorted(row[best], row[best])
-        kept = best[nth < MAX_NEIGHBOURS]
-        parts.append((row[kept] + start, column[kept], value[kept]))
-        start = stop
-    source, target, value = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return Neighbours(*best_of_rows(source, target, value, num_items, MAX_NEIGHBOURS, 0.0))
+    users, items = _had(log)
+    of_item = np.bincount(items, minlength=log.num_items)
+    best = []
+    for shared in _shared(users, items, of_item):
+        norms = np.sqrt(of_item[shared.rows] * of_item[shared.columns]) + SHRINK
+        best.append(shared._replace(values=shared.values / norms).best_of_rows(MAX_NEIGHBOURS))
+    return Neighbours(*joined(best).table(log.num_items, 0.0))
 
 
-def _newest(log: InteractionLog) -> tuple[I64, I64]:
-    """List users and items, each pair once, sorted by user: of each user the items that were had last."""
+def _had(log: InteractionLog) -> tuple[I64, I64]:
+    """List users and their items, each pair once, by users; of a user with too many items those that were had last."""
     newest_first = np.flatnonzero(log.trained)[::-1]
-    users, items = log.users[newest_first], log.items[newest_first]
-    once = np.sort(np.unique(users * log.num_items + items, return_index=True)[1])[::-1]  # oldest first again
-    users, items = users[once], items[once]
-    from_end = np.searchsorted(users, users, "right") - 1 - np.arange(len(users))
-    kept = from_end < USER_ITEMS
-    return users[kept], items[kept]
+    pairs = log.users[newest_first] * log.num_items + log.items[newest_first]
+    once = newest_first[np.sort(np.unique(pairs, return_index=True)[1])][::-1]  # the last event of each pair
+    users = log.users[once]
+    left = np.searchsorted(users, users, "right") - np.arange(len(users))  # of the user, from this one on
+    kept = once[left <= USER_ITEMS]
+    return log.users[kept], log.items[kept]
+
+
+def _shared(users: I64, items: I64, of_item: I64) -> Iterator[Entries]:
+    """Sum up, for some items at a time, the weights of the users whom they share with each other item.
+
+    Args:
+        users, items: [n] as of `_had`.
+        of_item: [num_items] users of each.
+    """
+    of_user = np.bincount(users)
+    weights = np.maximum(of_user, 1) ** -USER_EXPONENT
+    begins = np.cumsum(of_user) - of_user  # of each user's items
+    by_item = np.argsort(items, kind="stable")
+    num_items = len(of_item)
+    ends = np.cumsum(of_item)  # of each item's users, in `by_item`
+    pairs = np.cumsum(np.concatenate([[0], of_user[users[by_item]]]))  # that the users before make
+    first = 0
+    while first < num_items:
+        begin = int(ends[first] - of_item[first])
+        stop = max(first + 1, int(np.searchsorted(pairs[ends], pairs[begin] + PAIRS_AT_ONCE, "right")))
+        who = users[by_item[begin : ends[stop - 1]]]
+        counts = of_user[who]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        own = np.repeat(items[by_item[begin : ends[stop - 1]]], counts)
+        other = items[np.repeat(begins[who], counts) + within]
+        is_other = own != other
+        keys, place = np.unique((own * num_items + other)[is_other], return_inverse=True)
+        summed = np.bincount(place, np.repeat(weights[who], counts)[is_other], len(keys)).astype(np.float64)
+        yield Entries(*np.divmod(keys, num_items), summed)
+        first = stop

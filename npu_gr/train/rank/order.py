@@ -22,9 +22,9 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.order import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHTS, Order
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank.best_of_rows import best_of_rows
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.neighbours import count_neighbours
+from npu_gr.train.rank.sparse_rows import Entries
 from npu_gr.train.rank.validation import user_vectors
 
 RETRIEVAL_ALONE = dict.fromkeys(WEIGHTS, 0.0) | {"retrieval": 1.0}
@@ -44,6 +44,12 @@ class ItemList(NamedTuple):
     def scores(self, order: Order) -> F32:
         """Sum up by the order's weights, [c]."""
         return order.scores(self.retrieval, self.click, self.transitions, self.neighbours, self.seen)
+
+    def over_all(self, scores: F32, num_items: int) -> F64:
+        """Spread the list's scores, [c], over the catalogue: float64 [num_items]; -inf for what is not in the list."""
+        row = np.full(num_items, -np.inf)
+        row[self.items] = scores
+        return row
 
 
 def count_order(log: InteractionLog, task: str) -> Order:
@@ -80,7 +86,8 @@ def count_transitions(log: InteractionLog, task: str) -> Order:
     source, target = np.divmod(pairs, num_items)
     total = np.bincount(source, counts, num_items)
     log_prob = np.log((counts + PRIOR * share[target]) / (total[source] + PRIOR))
-    successors, probabilities = best_of_rows(source, target, log_prob, num_items, MAX_SUCCESSORS, -np.inf)
+    kept = Entries(source, target, log_prob).best_of_rows(MAX_SUCCESSORS)
+    successors, probabilities = kept.table(num_items, -np.inf)
     return Order(
         task=task,
         weights=RETRIEVAL_ALONE,
