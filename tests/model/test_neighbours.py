@@ -1,4 +1,4 @@
-"""What a candidate has in common with a history is the sum over the dense table of similarities."""
+"""What a candidate has in common with a history is the mean over the dense table of similarities."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def some_neighbours(seed: int = 0, width: int = 5) -> Neighbours:
 
 
 def by_definition(neighbours: Neighbours, history: list[int]) -> npt.NDArray[np.float64]:
-    """The sum of every item, neighbour by neighbour."""
+    """The mean of every item, neighbour by neighbour."""
     sums = np.zeros(ITEMS)
-    for item in set(history[-LAST_ITEMS:]):
-        if item >= ITEMS:
-            continue
+    known = {item for item in history[-LAST_ITEMS:] if item < ITEMS}
+    for item in known:
         for neighbour, similarity in zip(neighbours.items[item], neighbours.similarity[item], strict=True):
             if neighbour >= 0:
                 sums[neighbour] += similarity
-    return sums
+    return sums / max(len(known), 1)
 
 
 HISTORIES = {
@@ -50,14 +49,14 @@ HISTORIES = {
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-def test_sums_and_the_best_of_them_are_those_of_the_definition(seed: int, history: list[int]) -> None:
+def test_means_and_the_best_of_them_are_those_of_the_definition(seed: int, history: list[int]) -> None:
     neighbours = some_neighbours(seed)
     want = by_definition(neighbours, history)
     rows = np.array(history, np.int64)
     candidates = np.random.default_rng(seed).permutation(ITEMS)[:25]
-    assert neighbours.sums(rows, candidates).tolist() == want[candidates].tolist()
+    assert neighbours.means(rows, candidates).tolist() == want[candidates].tolist()
     twice = np.concatenate([candidates, candidates])
-    assert neighbours.sums(rows, twice).tolist() == want[twice].tolist()
+    assert neighbours.means(rows, twice).tolist() == want[twice].tolist()
     best = [item for item in np.argsort(-want, kind="stable").tolist() if want[item] > 0]
     for k in (0, 3, ITEMS):
         assert neighbours.top(rows, k).tolist() == best[:k]
@@ -67,14 +66,14 @@ def test_sums_and_the_best_of_them_are_those_of_the_definition(seed: int, histor
 def test_new_and_no_candidates_have_nothing_in_common() -> None:
     neighbours = some_neighbours()
     history = np.arange(ITEMS)
-    assert neighbours.sums(history, np.array([ITEMS, ITEMS + 7])).tolist() == [0, 0]
-    assert neighbours.sums(history, np.empty(0, np.int64)).tolist() == []
+    assert neighbours.means(history, np.array([ITEMS, ITEMS + 7])).tolist() == [0, 0]
+    assert neighbours.means(history, np.empty(0, np.int64)).tolist() == []
 
 
 def test_items_without_any_neighbour_have_nothing_in_common() -> None:
     none = Neighbours(np.empty((ITEMS, 0), np.int32), np.empty((ITEMS, 0), np.float32))
-    assert none.sums(np.arange(ITEMS), np.arange(ITEMS)).tolist() == [0] * ITEMS
-    assert none.sums(np.arange(ITEMS), np.arange(ITEMS)).dtype == np.float64
+    assert none.means(np.arange(ITEMS), np.arange(ITEMS)).tolist() == [0] * ITEMS
+    assert none.means(np.arange(ITEMS), np.arange(ITEMS)).dtype == np.float64
     assert none.top(np.arange(ITEMS), 5).tolist() == []
 
 

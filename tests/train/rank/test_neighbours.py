@@ -40,7 +40,7 @@ def counted(log: InteractionLog) -> npt.NDArray[np.float64]:
     """The same table as it is counted."""
     found = count_neighbours(log)
     every = np.arange(log.num_items)
-    return np.stack([found.sums(np.array([item]), every) for item in every])
+    return np.stack([found.means(np.array([item]), every) for item in every])
 
 
 @pytest.mark.parametrize("at_once", [1, 50, 1 << 22])
