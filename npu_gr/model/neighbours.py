@@ -1,10 +1,10 @@
 """Neighbours: which items the same users have, and how much a candidate has in common with a history.
 
-    mean(i) = mean over the distinct items j of the last 20 events of similarity(j, i)
+    mean(i) = mean over the distinct items j of the last five events of similarity(j, i)
 
-Of each item the most similar ones are kept; any other has a similarity of 0. Older events are not read: of long
-histories (MovieLens, 100 events a user) the neighbours of the last 20 items find more than those of all, NDCG@10 .085
-for .069, and of short ones it makes no difference.
+Of each item the most similar ones are kept; any other has a similarity of 0. Older events are not read, by two
+validations: the NDCG@10 of the neighbours alone is .109 of the last five events of MovieLens, .086 of 20 and .061 of
+all; .059, .055 and .054 on Amazon Beauty. What they add to the order is greatest there with five.
 
 Source: ItemKNN (Deshpande and Karypis, TOIS 2004).
 """
@@ -21,7 +21,7 @@ from npu_gr.core.arrays import F32, I64
 I32 = npt.NDArray[np.int32]
 
 MAX_NEIGHBOURS = 100  # of an item
-LAST_ITEMS = 20  # events of a history that are read
+LAST_ITEMS = 5  # events of a history that are read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
