@@ -65,10 +65,11 @@ async def from_transitions(asked: SourceRequest) -> I64:
 
 async def from_neighbours(asked: SourceRequest) -> I64:
     """List what has most in common with the history: what the same users had."""
-    ranking = asked.ranking
-    if ranking.order is None or ranking.order.neighbours is None or not len(asked.rows):
+    order = asked.ranking.order
+    rows = asked.rows[:0] if order is None else order.nearest(asked.rows, asked.num_items + len(asked.denied))
+    if not len(rows):
         raise ColdUser("no item of the history has neighbours")
-    found = ranking.vocabulary.ids_of(ranking.order.nearest(asked.rows, asked.num_items + len(asked.denied)))
+    found = asked.ranking.vocabulary.ids_of(rows)
     return found[~among(found, asked.denied)][: asked.num_items]
 
 

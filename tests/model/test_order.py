@@ -187,7 +187,8 @@ def test_an_older_file_is_the_order_that_it_was(tmp_path: Path) -> None:
     terms = np.random.default_rng(0).normal(size=(4, ITEMS + 1)).astype(np.float32)
     a, b, c, e = (np.float32(order.weights[name]) for name in ("retrieval", "click", "transitions", "seen"))
     was = a * terms[0] + b * terms[1] + c * terms[2] + e * terms[3]
-    assert found.scores(*terms[:3], found.alike(history, every), terms[3]).tolist() == was.tolist()
+    retrieval, click, transitions, seen = terms
+    assert found.scores(retrieval, click, transitions, found.alike(history, every), seen).tolist() == was.tolist()
     assert found.nearest(history, 5).tolist() == []
     save_order(found, tmp_path)  # as the older version can read it
     with safe_open(tmp_path / FILE, framework="numpy") as file:
