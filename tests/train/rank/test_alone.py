@@ -115,6 +115,13 @@ def test_a_tie_is_not_better(log: InteractionLog, order: Order) -> None:
     assert better_alone(order, log, [], []) == {}
 
 
+def test_the_best_source_is_named_first(log: InteractionLog, order: Order) -> None:
+    found, targets = lists(log, {"click": right(0.1), "retrieval": right(0.4), "neighbours": right(0.8)})
+    better = better_alone(order, log, found, targets)
+    assert list(better) == ["neighbours", "retrieval"]
+    assert to_serve(order, better).weights["neighbours"] == 1.0
+
+
 def test_of_two_that_are_better_the_one_that_surely_is_is_served(order: Order) -> None:
     better = {"transitions": Difference(0.3, -0.1, 0.7, 0.2), "retrieval": Difference(0.2, 0.1, 0.3, 0.01)}
     assert to_serve(order, better).weights == alone(order, "retrieval").weights
