@@ -3,8 +3,8 @@
 Protocol:
   AUC       every event after the trained ones, pooled over users, with all of the user's events before it as history.
             Positive: the event's value reaches the task's threshold.
-  HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Three ways: the
-            retrieval alone; the click logit, the neighbours and the fitted order (recommend), each over what the
+  HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Four ways: the
+            retrieval, the click logit and the neighbours, each alone, and the fitted order (recommend), over what the
             retrieval, the transitions and the neighbours found, as a cascade of these sources does. What is not in
             the list ranks behind it.
 """

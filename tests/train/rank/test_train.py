@@ -30,6 +30,7 @@ from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ItemList, count_transitions
 from npu_gr.train.rank.tasks import Task
 from npu_gr.train.rank.train import train_rank
+from npu_gr.train.site.report import warning_of_ranker
 from npu_gr.train.steps import TrainingProgress
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -124,7 +125,8 @@ def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(monke
     served, found = train_rank(planted(), [], msgspec.structs.replace(TINY, refit=True))
     assert judged == [(60 * 28, 60)], "by the validation, not by the test"
     words = "WARNING: neighbours alone, less the fitted order, on the validation: NDCG@10 +0.1000 (+0.0500 .. +0.1500)"
-    assert f"{words}; its order is served" in found.text().splitlines()
+    for said in (found.text(), warning_of_ranker(found)):
+        assert f"{words}; its order is served" in said.splitlines()
     assert served.order is not None
     weights = dict(served.order.weights)
     assert weights.pop("seen") != 0
