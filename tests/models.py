@@ -11,6 +11,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.history import Events
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
+from npu_gr.model.neighbours import Neighbours
 from npu_gr.model.order import Order
 from npu_gr.model.segment import Past, Segment
 
@@ -58,10 +59,14 @@ def tiny_order(num_items: int = 300, seed: int = 0) -> Order:
     chosen = [np.sort(random.choice(num_items, 8, replace=False)) for _ in range(num_items)]
     return Order(
         task="like",
-        weights={"retrieval": 0.6, "click": 0.2, "transitions": 0.3, "seen": -6.0},
+        weights={"retrieval": 0.6, "click": 0.2, "transitions": 0.3, "neighbours": 0.5, "seen": -6.0},
         successors=np.stack(chosen).astype(np.int32),
         log_prob=np.log(random.dirichlet(np.ones(9), num_items)[:, :8]).astype(np.float32),
         popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
+        neighbours=Neighbours(
+            np.stack([np.sort(random.choice(num_items, 6, replace=False)) for _ in range(num_items)]).astype(np.int32),
+            random.uniform(0.1, 2.0, (num_items, 6)).astype(np.float32),
+        ),
     )
 
 

@@ -109,7 +109,7 @@ def cold_lines(
 
     order = checkpoint.order
     assert order is not None
-    sizes = ListSizes(rank.num_retrieved, rank.num_followers)
+    sizes = ListSizes(rank.num_retrieved, rank.num_followers, rank.num_neighbours)
     lists = list(retrieved_lists(inputs, wide, order, targets, sizes))
     generated = _generated(split, generate, targets)
     for way, scores_of in (

@@ -31,11 +31,12 @@ from npu_gr.train.data import Bools, InteractionLog, Split, build_log
 from npu_gr.train.metrics import F64, auc_terms, hits, ndcg_of_each
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.paired import NORMAL, Difference, difference
+from npu_gr.train.rank.alone import better_alone, to_serve
 from npu_gr.train.rank.evaluate import RankingFigures, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import fit
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.order import ListSizes, count_order, fit_order, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.tasks import CLICK, LIKE, positives
 from npu_gr.train.rank.train import hold_out
@@ -197,15 +198,16 @@ def _figures(log: InteractionLog, items: Sequence[ItemValues], likes: Bools, opt
     held_out = hold_out(log, options)
     features = choose_features(held_out.log, items, TASKS, options)
     fitted = fit(held_out.log, items, TASKS, options, held_out.targets, "ranker", _ignore, features=features)
-    counted = count_transitions(held_out.log, CLICK.name)
-    sizes = ListSizes(options.num_retrieved, options.num_followers)
+    counted = count_order(held_out.log, CLICK.name)
+    sizes = ListSizes(options.num_retrieved, options.num_followers, options.num_neighbours)
     lists = list(retrieved_lists(LogInputs(log, fitted.model), fitted.model, counted, held_out.targets, sizes))
+    order = fit_order(counted, log, lists, held_out.targets)
     ranker, _ = evaluate_ranker(
         log,
         fitted.model,
         likes,
         sample_targets(log.next_items(), options.test_users, options.seed),
-        order=fit_order(counted, log, lists, held_out.targets),
+        order=to_serve(order, better_alone(order, log, lists, held_out.targets)),
         counted=counted,
         like_task=TASKS.index(LIKE),
         sizes=sizes,

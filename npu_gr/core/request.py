@@ -53,7 +53,7 @@ class LeasedAnswer(Answer, Protocol):
         ...
 
 
-SourceName = Literal["trunk", "transitions", "generate", "match"]  # of a cascade
+SourceName = Literal["trunk", "transitions", "neighbours", "generate", "match"]  # of a cascade
 OrderName = Literal["fitted", "rank", "fused", "retrieval"]  # of a cascade's items
 
 
@@ -256,7 +256,7 @@ class StageResult(StrEnum):
 class StageReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A stage of a cascade. Stages of retrieval run side by side, the others after them."""
 
-    stage: str  # trunk | transitions | generate | match | popular | hook | rank
+    stage: str  # trunk | transitions | neighbours | generate | match | popular | hook | rank
     result: StageResult
     began_s: float  # seconds after the cascade began
     took_s: float

@@ -18,9 +18,11 @@ FUSION = 60  # the constant of reciprocal rank fusion
 
 TRUNK: SourceName = "trunk"  # the ranker's own user vector against its own items
 TRANSITIONS: SourceName = "transitions"  # what followed the last events, as counted for the ranker's fitted order
+NEIGHBOURS: SourceName = "neighbours"  # what has most in common with the history, as counted beside the transitions
 SECTIONS: dict[SourceName, str] = {  # source -> the section of the configuration that it needs
     TRUNK: "checkpoint",
     TRANSITIONS: "checkpoint",
+    NEIGHBOURS: "checkpoint",
     "generate": "generate",
     "match": "match",
 }
@@ -57,7 +59,7 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Name the order of the answers of a ranker that has a fitted order or none."""
         return self.order or ("fitted" if has_order else "rank")
 
-    def check_ranker(self, name: str, *, retrieves: bool, has_order: bool) -> None:
+    def check_ranker(self, name: str, *, retrieves: bool, has_order: bool, has_neighbours: bool) -> None:
         """Check that a ranker can do what the cascade asks of it.
 
         Raises:
@@ -65,11 +67,16 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """
         if TRUNK in self.sources and not retrieves:
             raise ConfigError(f"recommend.sources.trunk: the ranker {name} only ranks: `retrieval` of its config.json")
-        if has_order:
-            return
-        for key, is_needed in (("sources.transitions", TRANSITIONS in self.sources), ("order", self.order == "fitted")):
-            if is_needed:
+        of_order = {"sources.transitions": TRANSITIONS in self.sources, "order": self.order == "fitted"}
+        needed = {**of_order, "sources.neighbours": NEIGHBOURS in self.sources}
+        for key, is_needed in needed.items():
+            if is_needed and not has_order:
                 raise ConfigError(f"recommend.{key}: the ranker {name} has no fitted order: no order.safetensors")
+        if needed["sources.neighbours"] and not has_neighbours:
+            raise ConfigError(
+                f"recommend.sources.neighbours: the ranker {name} has none: its order.safetensors is of an older "
+                "version; train it anew"
+            )
 
 
 class StageDeadlines(NamedTuple):

@@ -359,10 +359,12 @@ class CascadeRun:
         if self._order != "fitted" or fitted is None:
             return next(iter(ranked.scores.values()))
         retrieval = ranked.retrieval
+        rows = self._ranking.vocabulary.rows(items)
         return fitted.scores(
             np.zeros(len(items), np.float32) if retrieval is None else retrieval,  # without u the other terms decide
             ranked.scores[fitted.task],
-            fitted.transitions(self._tokens.rows, self._ranking.vocabulary.rows(items)),
+            fitted.transitions(self._tokens.rows, rows),
+            fitted.alike(self._tokens.rows, rows),
             among(items, np.sort(self._history.events.items)).astype(np.float32),
         )
 

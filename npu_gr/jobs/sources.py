@@ -1,4 +1,4 @@
-"""Where a cascade's candidates come from: the ranker itself, generate, match, and a list of popular items."""
+"""Where a cascade's candidates come from: the ranker and its counts, generate, match, and a list of popular items."""
 
 from __future__ import annotations
 
@@ -60,6 +60,16 @@ async def from_transitions(asked: SourceRequest) -> I64:
     if ranking.order is None or not len(asked.rows):
         raise ColdUser("no item of the history has transitions")
     found = ranking.vocabulary.ids_of(ranking.order.top(asked.rows, asked.num_items + len(asked.denied)))
+    return found[~among(found, asked.denied)][: asked.num_items]
+
+
+async def from_neighbours(asked: SourceRequest) -> I64:
+    """List what has most in common with the history: what the same users had."""
+    order = asked.ranking.order
+    rows = asked.rows[:0] if order is None else order.nearest(asked.rows, asked.num_items + len(asked.denied))
+    if not len(rows):
+        raise ColdUser("no item of the history has neighbours")
+    found = asked.ranking.vocabulary.ids_of(rows)
     return found[~among(found, asked.denied)][: asked.num_items]
 
 

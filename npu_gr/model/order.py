@@ -1,20 +1,28 @@
 """The fitted order of a cascade: what a retrieved item's scores count, and which items follow which.
 
-    s(i) = a l(i) + b r(i) + c m(i) + e seen(i)
+    s(i) = a l(i) + b r(i) + c m(i) + f n(i) + e seen(i)
 
     l      retrieval score of the trunk: u . e_i
     r      logit of the task named `task`
     m      log of P(i | last events): the transitions of the last five events, the newest with weight 1, each older one
            with .6 of the next newer one's
+    n      log(1 + 100 x the mean similarity of the item to those of the history), of its neighbours
     seen   1 if the item is in the history
 
-The four weights are fitted by likelihood on validation. Of each item the most probable successors are kept; what
+The weights are fitted by likelihood on validation. Of each item the most probable successors are kept; what
 probability they leave over is shared by all other items, in proportion to their popularity.
 
-Of a new item, a row from `num_items` on, nothing was counted: its m is the mean of those that it stands among, which
-decides nothing, and it leads to what is popular.
+n has the logarithm because similarities are as skewed as counts, and the 100 because a pair of rare items that one user
+has together has a similarity of about .01. The mean, not the sum: a similarity says less the more items it may be of.
+Of the next items of Amazon Beauty's validation the likelihood rises by .061 nats an event with this n, by .050 without
+the division, by .014 without the 100, by .008 with the sum itself; 30 and 300 in the place of 100 give .053 and .062
+(of the last 20 events; of the last five .063).
 
-A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order.
+Of a new item, a row from `num_items` on, nothing was counted: its m and its n are the means of those that it stands
+among, which decide nothing. As part of a history it leads to what is popular, and has no neighbours.
+
+A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order. A file of format 1
+has no neighbours: its order is that of the other four terms.
 """
 
 from __future__ import annotations
@@ -33,39 +41,49 @@ from safetensors.numpy import save_file
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError
-
-I32 = npt.NDArray[np.int32]
+from npu_gr.model.neighbours import I32, LAST_ITEMS, Neighbours
 
 FILE = "order.safetensors"
-WEIGHTS = ("retrieval", "click", "transitions", "seen")  # a, b, c, e
+WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "seen")  # a, b, c, f, e
 MAX_SUCCESSORS = 100  # of an item
 DECAY = 0.6  # of an event's weight, with each newer event; and of a pair's count, with each event more between the two
 LAST_EVENTS = 5  # of a history that are read, and most events that a counted pair is apart
 PRIOR = 10.0  # transitions that the popularity counts for
+SCALE = 100.0  # of a mean similarity
 _LEAST = 1e-12  # probability that rounding leaves to the rest of a row
 _ROWS_AT_ONCE = 1 << 16  # of a large catalogue's table, in double precision
 _NO_ROWS: I32 = np.empty(0, np.int32)
 _NOTES = "npu_gr.order"  # key of the file's metadata
+_WITHOUT_NEIGHBOURS = 1  # format
+_WITH_NEIGHBOURS = 2
+_TENSORS = {"successors": np.int32, "log_prob": np.float32, "popularity": np.float32}  # of every format
+_OF_NEIGHBOURS = {"neighbours": np.int32, "similarity": np.float32}  # besides, of format 2
 
 
 class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    format: int = 1
+    format: int = _WITHOUT_NEIGHBOURS
     task: str
     weights: dict[str, float]
     decay: float = DECAY
     prior: float = PRIOR
     last_events: int = LAST_EVENTS
+    last_items: int | msgspec.UnsetType = msgspec.UNSET  # of format 2, and the next
+    scale: float | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Order:
-    """Weights of the sum, and the transitions. I = items, S = successors kept of an item, at most `MAX_SUCCESSORS`."""
+    """Weights of the sum, the transitions, and the neighbours.
+
+    I = items, S = successors kept of an item, at most `MAX_SUCCESSORS`.
+    """
 
     task: str  # whose logit is r
     weights: Mapping[str, float]  # by the names of `WEIGHTS`
     successors: I32  # [I, S] item rows, ascending; -1 = padding, which comes first
     log_prob: F32  # [I, S] log P(successor | item); -inf in the padding
     popularity: F32  # [I] log of each item's share of the events, smoothed: finite
+    neighbours: Neighbours | None = None  # None = none were counted: n is 0
     # [I + 1] each item's factor of the popularity of what is no kept successor of it; the last one is that of new items
     _rest: F32 = field(init=False, repr=False)
     _shares: F32 = field(init=False, repr=False)  # [I + 1] popularity; the last one is that of new items
@@ -92,6 +110,8 @@ class Order:
             raise ValueError(f"successors: need ascending item rows below {num_items}, -1 before them")
         if np.isnan(self.log_prob).any() or (self.log_prob > 0).any() or not np.isfinite(self.log_prob[is_known]).all():
             raise ValueError("log_prob: needs logs of probabilities")
+        if self.neighbours is not None and len(self.neighbours.items) != num_items:
+            raise ValueError(f"neighbours: needs {num_items} rows, got {len(self.neighbours.items)}")
         share = np.exp(self.popularity.astype(np.float64))
         object.__setattr__(self, "_rest", np.append(self._factors(share), np.float32(1 / share.sum())))
         object.__setattr__(self, "_shares", np.append(self.popularity, np.float32(np.log(share.mean()))))
@@ -141,12 +161,27 @@ class Order:
             mixed += weight * probability
         return self._neutral(np.log(mixed).astype(np.float32), candidates)
 
-    def _neutral(self, transitions: F32, candidates: I64) -> F32:
+    def alike(self, history: I64, candidates: I64) -> F32:
+        """Compute n: how much each candidate has in common with the history.
+
+        Args:
+            history: int64 [n] item rows, oldest first; the last `LAST_ITEMS` count, and more may be given.
+            candidates: int64 [c] item rows; new ones too, as in the history.
+
+        Returns:
+            float32 [c], 0 or more, finite; without neighbours, and of a history that has none, 0.
+        """
+        if self.neighbours is None:
+            return np.zeros(len(candidates), np.float32)
+        alike = np.log1p(SCALE * self.neighbours.means(history, candidates)).astype(np.float32)
+        return self._neutral(alike, candidates)
+
+    def _neutral(self, term: F32, candidates: I64) -> F32:
         """Give new candidates the mean of the others, in place."""
         is_new = candidates >= self.num_items
         if is_new.any() and not is_new.all():
-            transitions[is_new] = transitions[~is_new].mean()
-        return transitions
+            term[is_new] = term[~is_new].mean()
+        return term
 
     def top(self, history: I64, k: int) -> I64:
         """Retrieve the most probable successors of the last events.
@@ -164,11 +199,15 @@ class Order:
         best: I64 = found[np.argsort(-self.transitions(history, found), kind="stable")[:k]]
         return best
 
-    def scores(self, retrieval: F32, click: F32, transitions: F32, seen: F32) -> F32:
-        """Sum the four terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
-        a, b, c, e = (np.float32(self.weights[name]) for name in WEIGHTS)
+    def nearest(self, history: I64, k: int) -> I64:
+        """Retrieve what has most in common with the history; as `Neighbours.top`, and nothing without neighbours."""
+        return np.empty(0, np.int64) if self.neighbours is None else self.neighbours.top(history, k)
+
+    def scores(self, retrieval: F32, click: F32, transitions: F32, neighbours: F32, seen: F32) -> F32:
+        """Sum the terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
+        a, b, c, f, e = (np.float32(self.weights[name]) for name in WEIGHTS)
         total: F32 = a * retrieval + b * click + c * transitions + e * seen
-        return total
+        return total + f * neighbours
 
 
 def save_order(order: Order, folder: Path) -> None:
@@ -179,7 +218,12 @@ def save_order(order: Order, folder: Path) -> None:
     """
     path = folder / FILE
     notes = _Notes(task=order.task, weights=dict(order.weights))
-    tensors = {name: getattr(order, name) for name in ("successors", "log_prob", "popularity")}
+    tensors = {name: getattr(order, name) for name in _TENSORS}
+    if order.neighbours is not None:
+        notes = msgspec.structs.replace(notes, format=_WITH_NEIGHBOURS, last_items=LAST_ITEMS, scale=SCALE)
+        tensors |= {"neighbours": order.neighbours.items, "similarity": order.neighbours.similarity}
+    else:  # as an older version writes and reads it
+        del notes.weights["neighbours"]
     try:
         save_file(tensors, path.with_suffix(".tmp"), {_NOTES: msgspec.json.encode(notes).decode()})
         path.with_suffix(".tmp").chmod(folder.stat().st_mode & 0o666)  # safetensors makes it 0600
@@ -200,12 +244,24 @@ def load_order(folder: Path) -> Order | None:
     try:
         with safe_open(path, framework="numpy") as file:
             notes = msgspec.json.decode((file.metadata() or {}).get(_NOTES, "{}"), type=_Notes)
-            tensors = {name: file.get_tensor(name) for name in ("successors", "log_prob", "popularity")}
-        if (notes.format, notes.decay, notes.prior, notes.last_events) != (1, DECAY, PRIOR, LAST_EVENTS):
+            has_neighbours = notes.format == _WITH_NEIGHBOURS
+            kinds = _TENSORS | (_OF_NEIGHBOURS if has_neighbours else {})
+            tensors = {name: file.get_tensor(name) for name in kinds}
+        if notes != _of_this_version(notes):
             raise ValueError(f"{notes} is not of this version")
-        kinds = {"successors": np.int32, "log_prob": np.float32, "popularity": np.float32}
         if wrong := [name for name, kind in kinds.items() if tensors[name].dtype != kind]:
             raise ValueError(f"{wrong[0]}: is {tensors[wrong[0]].dtype}")
-        return Order(task=notes.task, weights=notes.weights, **tensors)
+        if not has_neighbours:
+            return Order(task=notes.task, weights=notes.weights | {"neighbours": 0.0}, **tensors)
+        neighbours = Neighbours(tensors.pop("neighbours"), tensors.pop("similarity"))
+        return Order(task=notes.task, weights=notes.weights, neighbours=neighbours, **tensors)
     except (OSError, SafetensorError, msgspec.MsgspecError, ValueError) as error:
         raise CheckpointError(f"order {path}: {error}") from error
+
+
+def _of_this_version(notes: _Notes) -> _Notes:
+    """Make the notes that this version writes of the same task and weights."""
+    found = _Notes(task=notes.task, weights=notes.weights)
+    if notes.format != _WITH_NEIGHBOURS:
+        return found
+    return msgspec.structs.replace(found, format=_WITH_NEIGHBOURS, last_items=LAST_ITEMS, scale=SCALE)

@@ -111,8 +111,13 @@ async def open_ranking(
         return _renamed(beside, names)
     shape = checkpoint.model.config
     if config.recommend is not None:
-        has_order = checkpoint.order is not None
-        config.recommend.check_ranker(str(config.checkpoint), retrieves=shape.retrieval, has_order=has_order)
+        order = checkpoint.order
+        config.recommend.check_ranker(
+            str(config.checkpoint),
+            retrieves=shape.retrieval,
+            has_order=order is not None,
+            has_neighbours=order is not None and order.neighbours is not None,
+        )
     layout = kv_layout(shape, config, checkpoint, backend)
     if beside is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)

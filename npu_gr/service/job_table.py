@@ -9,7 +9,7 @@ from typing import Any
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import KindJob
-from npu_gr.jobs.cascade_plan import TRANSITIONS, TRUNK
+from npu_gr.jobs.cascade_plan import NEIGHBOURS, TRANSITIONS, TRUNK
 from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.erase import EraseJob
 from npu_gr.jobs.events import EventsJob
@@ -26,6 +26,7 @@ from npu_gr.jobs.sources import (
     Source,
     from_generation,
     from_match,
+    from_neighbours,
     from_transitions,
     from_trunk,
 )
@@ -81,13 +82,13 @@ async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
 async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob:
     config = shared.settings.config.recommend
     assert config is not None
-    made: dict[str, Source] = {TRUNK: from_trunk, TRANSITIONS: from_transitions}
+    made: dict[str, Source] = {TRUNK: from_trunk, TRANSITIONS: from_transitions, NEIGHBOURS: from_neighbours}
     if GENERATE.name in jobs:
         made[GENERATE.name] = from_generation(shared.versions, shared.metrics)
     if isinstance(match := jobs.get(MATCH.name), MatchJob):
         made[MATCH.name] = from_match(match, shared.metrics)
     sources = {
-        str(name): SizedSource(made[name], num_items, waits=name != TRANSITIONS)
+        str(name): SizedSource(made[name], num_items, waits=name not in (TRANSITIONS, NEIGHBOURS))
         for name, num_items in config.sources.items()
     }
     return RecommendJob(Cascade(config, sources, shared.metrics), shared.versions, shared.histories)

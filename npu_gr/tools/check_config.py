@@ -191,7 +191,12 @@ def _ranker(folder: Path, config: Config) -> str:
     found = weights.load(folder)
     shape = found.model.config
     if config.recommend is not None:
-        config.recommend.check_ranker(str(folder), retrieves=shape.retrieval, has_order=found.order is not None)
+        config.recommend.check_ranker(
+            str(folder),
+            retrieves=shape.retrieval,
+            has_order=found.order is not None,
+            has_neighbours=found.order is not None and found.order.neighbours is not None,
+        )
     spare = "no new items: it was trained without row dropout"
     if shape.scores_new_items:
         is_wide = (config.dtype if config.dtype != "checkpoint" else found.model.dtype) in ("float32", torch.float32)

@@ -6,7 +6,7 @@ where most of the next items are repeats. The ways to ask:
 
     generate     POST /v1/generate, if the service has it; for as many items as the cascade asks of it, if it does
     match        POST /v1/match, likewise
-    trunk        POST /v1/recommend of that source alone, without a rank; transitions likewise
+    trunk        POST /v1/recommend of that source alone, without a rank; transitions and neighbours likewise
     rank         POST /v1/rank over every such item of the log, which no service could afford on a large catalogue
     recommend    POST /v1/recommend: the retrieved items, ranked
 

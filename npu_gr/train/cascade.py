@@ -18,7 +18,7 @@ from npu_gr.train.metrics import F64, hit_ratio, hits, ndcg, ndcg_of_each
 from npu_gr.train.paired import Difference, difference_of_users
 
 TOP = 10
-FEW = 3  # sources of which every set is tried; of more: each alone, each pair, and all
+FEW = 3  # sources of which every set is tried; of more: each alone, each pair, the first three, and all
 ORDERS: tuple[OrderName, ...] = ("retrieval", *(name for name in get_args(OrderName) if name != "retrieval"))
 
 
@@ -39,11 +39,14 @@ def cascade_ways(sources: Sequence[SourceName], *, has_order: bool) -> list[Casc
     """List the ways to ask, those with fewer stages first.
 
     Args:
-        sources: configured.
+        sources: configured. Each further one makes so many ways more as there are orders and sources: of five there
+            are 17 sets.
         has_order: whether the ranker has a fitted order.
     """
-    sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2, len(sources))
+    sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2)
     sets = [chosen for size in sizes for chosen in combinations(sources, size)]
+    if len(sources) > FEW:
+        sets += [tuple(sources[:FEW]), tuple(sources)]
     return [CascadeWay(chosen, order) for chosen in sets for order in ORDERS if order != "fitted" or has_order]
 
 

@@ -1,15 +1,22 @@
-"""Transitions are one distribution over the catalogue, as the dense table has it; an order is read as written."""
+"""Transitions are one distribution over the catalogue, as the dense table has it; an order is read as written.
+
+An order without neighbours, which older versions wrote, is read as they read it.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.model.neighbours import Neighbours
 from npu_gr.model.order import DECAY, FILE, LAST_EVENTS, WEIGHTS, Order, load_order, save_order
 
 ITEMS = 12
@@ -26,8 +33,25 @@ def an_order(seed: int = 0, width: int = 4) -> Order:
             successors[row, width - kept :] = np.sort(random.choice(ITEMS, kept, replace=False))
             log_prob[row, width - kept :] = np.log(random.dirichlet(np.ones(kept + 1))[:kept])
     popularity = np.log(random.dirichlet(np.ones(ITEMS))).astype(np.float32)
-    weights = dict(zip(WEIGHTS, (0.5, 0.25, 0.125, -2.0), strict=True))
-    return Order(task="click", weights=weights, successors=successors, log_prob=log_prob, popularity=popularity)
+    weights = dict(zip(WEIGHTS, (0.5, 0.25, 0.125, 4.0, -2.0), strict=True))
+    return Order(
+        task="click",
+        weights=weights,
+        successors=successors,
+        log_prob=log_prob,
+        popularity=popularity,
+        neighbours=some_neighbours(),
+    )
+
+
+def some_neighbours() -> Neighbours:
+    """The two items beside each, the next one being more alike; the last item has none."""
+    items = np.array([[(row - 1) % ITEMS, (row + 1) % ITEMS] for row in range(ITEMS)], np.int32)
+    similarity = np.where(items == (np.arange(ITEMS)[:, None] + 1) % ITEMS, 0.5, 0.25).astype(np.float32)
+    order = np.argsort(items, axis=1)
+    items, similarity = np.take_along_axis(items, order, 1), np.take_along_axis(similarity, order, 1)
+    items[-1], similarity[-1] = -1, 0
+    return Neighbours(items, similarity)
 
 
 def dense(order: Order) -> npt.NDArray[np.float64]:
@@ -96,9 +120,36 @@ def test_the_top_are_the_most_probable_kept_successors(seed: int) -> None:
     assert sorted(order.top(history, 100).tolist()) == kept.tolist()
 
 
+def test_what_is_alike_is_what_the_neighbours_say() -> None:
+    order = an_order()
+    assert order.neighbours is not None
+    history = np.array([2, 4, 2])
+    found = order.alike(history, np.arange(ITEMS))
+    want = np.zeros(ITEMS)
+    want[[1, 3, 5]] = 0.25, 0.5 + 0.25, 0.5
+    np.testing.assert_allclose(found, np.log(1 + 100 * want / 2), rtol=1e-6)
+    assert found.dtype == np.float32
+    assert order.nearest(history, 2).tolist() == [3, 5]
+    nothing = np.empty(0, np.int64)
+    for cold in (nothing, np.array([ITEMS - 1]), np.array([ITEMS + 4])):
+        assert order.alike(cold, np.arange(ITEMS)).tolist() == [0] * ITEMS
+        assert order.nearest(cold, 5).tolist() == []
+
+
+def test_a_new_item_is_as_alike_as_the_others_are_on_average() -> None:
+    order = an_order()
+    every = np.arange(ITEMS + 2)
+    among = order.alike(np.array([2, 4]), every)
+    assert among[ITEMS:] == pytest.approx(among[:ITEMS].mean())
+    assert among[:ITEMS].tolist() == order.alike(np.array([2, 4]), every[:ITEMS]).tolist()
+    assert order.alike(np.array([2, 4]), every[ITEMS:]).tolist() == [0, 0]
+    assert order.alike(np.array([2, ITEMS, 4]), every).tolist() == among.tolist()
+
+
 def test_the_sum_has_each_term_once() -> None:
-    one = np.eye(4, dtype=np.float32)
-    assert an_order().scores(*one).tolist() == [0.5, 0.25, 0.125, -2.0]
+    one = np.eye(5, dtype=np.float32)
+    assert an_order().scores(*one).tolist() == [0.5, 0.25, 0.125, 4.0, -2.0]
+    assert [an_order().weights[name] for name in WEIGHTS] == [0.5, 0.25, 0.125, 4.0, -2.0]
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -110,18 +161,68 @@ def test_round_trip(tmp_path: Path) -> None:
     assert (again.task, again.weights) == ("click", order.weights)
     for name in ("successors", "log_prob", "popularity"):
         assert np.array_equal(getattr(again, name), getattr(order, name))
+    assert again.neighbours is not None
+    assert order.neighbours is not None
+    assert np.array_equal(again.neighbours.items, order.neighbours.items)
+    assert np.array_equal(again.neighbours.similarity, order.neighbours.similarity)
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
+
+
+def older_file(order: Order, path: Path) -> None:
+    """Write what the version before neighbours wrote."""
+    weights = {name: order.weights[name] for name in ("retrieval", "click", "transitions", "seen")}
+    notes = {"format": 1, "task": "click", "weights": weights, "decay": 0.6, "prior": 10.0, "last_events": 5}
+    tensors = {name: getattr(order, name) for name in ("successors", "log_prob", "popularity")}
+    save_file(tensors, path, {"npu_gr.order": json.dumps(notes)})
+
+
+def test_an_older_file_is_the_order_that_it_was(tmp_path: Path) -> None:
+    order = an_order()
+    older_file(order, tmp_path / FILE)
+    found = load_order(tmp_path)
+    assert found is not None
+    assert found.neighbours is None
+    assert found.weights == {**order.weights, "neighbours": 0.0}
+    history, every = np.array([2, 4]), np.arange(ITEMS + 1)
+    terms = np.random.default_rng(0).normal(size=(4, ITEMS + 1)).astype(np.float32)
+    a, b, c, e = (np.float32(order.weights[name]) for name in ("retrieval", "click", "transitions", "seen"))
+    was = a * terms[0] + b * terms[1] + c * terms[2] + e * terms[3]
+    retrieval, click, transitions, seen = terms
+    assert found.scores(retrieval, click, transitions, found.alike(history, every), seen).tolist() == was.tolist()
+    assert found.nearest(history, 5).tolist() == []
+    save_order(found, tmp_path)  # as the older version can read it
+    with safe_open(tmp_path / FILE, framework="numpy") as file:
+        assert sorted(file.keys()) == ["log_prob", "popularity", "successors"]
+        notes = json.loads(file.metadata()["npu_gr.order"])
+    assert notes["format"] == 1
+    assert set(notes) == {"format", "task", "weights", "decay", "prior", "last_events"}
+    assert set(notes["weights"]) == {"retrieval", "click", "transitions", "seen"}
+    again = load_order(tmp_path)
+    assert again is not None
+    assert again.weights == found.weights
+
+
+@pytest.mark.parametrize("change", [{"format": 3}, {"format": 1}, {"last_items": 7}, {"decay": 0.5}])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, change: dict[str, float]) -> None:
+    save_order(an_order(), tmp_path)
+    with safe_open(tmp_path / FILE, framework="numpy") as file:
+        notes = json.loads(file.metadata()["npu_gr.order"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, tmp_path / FILE, {"npu_gr.order": json.dumps(notes | change)})
+    with pytest.raises(CheckpointError, match="is not of this version"):
+        load_order(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"weights": {"retrieval": 1.0}}, "weights: needs finite retrieval, click, transitions, seen"),
+        ({"weights": {"retrieval": 1.0}}, "weights: needs finite retrieval, click, transitions, neighbours, seen"),
         ({"weights": dict.fromkeys(WEIGHTS, float("nan"))}, "weights: needs finite"),
         ({"popularity": np.full(ITEMS, -np.inf, np.float32)}, "popularity: needs one finite number an item"),
         ({"popularity": np.zeros(3, np.float32)}, "successors and log_prob: need 3 equal rows"),
         ({"successors": np.full((ITEMS, 4), ITEMS, np.int32)}, "successors: need ascending item rows below 12"),
         ({"successors": np.zeros((ITEMS, 4), np.int32)}, "successors: need ascending"),
+        ({"neighbours": Neighbours(*np.empty((2, 3, 0), np.int32))}, "neighbours: needs 12 rows, got 3"),
         ({"log_prob": np.full((ITEMS, 4), 0.1, np.float32)}, "log_prob: needs logs of probabilities"),
     ],
 )

@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(path / "checkpoint", tiny_order(), retrieval=True)
     write_checkpoint(path / "plain")
     write_checkpoint(path / "unordered", retrieval=True)
+    write_checkpoint(path / "older", replace(tiny_order(), neighbours=None), retrieval=True)
     return path
 
 
@@ -61,13 +62,13 @@ def history(count: int, seed: int = 0) -> dict[str, list[int]]:
 class ByHand:
     """The definition: one cold pass for u, the dense product with every item, one cold pass over the candidates."""
 
-    def __init__(self, folder: Path, *, without_retrieval: bool = False) -> None:
-        checkpoint = load(folder / "checkpoint")
-        checkpoint.model.freeze_items()
-        self.model: HSTU = checkpoint.model
-        assert checkpoint.order is not None
-        weights = dict(checkpoint.order.weights) | ({"retrieval": 0.0} if without_retrieval else {})
-        self.order = replace(checkpoint.order, weights=weights)
+    def __init__(self, folder: Path, *, without_retrieval: bool = False, checkpoint: str = "checkpoint") -> None:
+        loaded = load(folder / checkpoint)
+        loaded.model.freeze_items()
+        self.model: HSTU = loaded.model
+        assert loaded.order is not None
+        weights = dict(loaded.order.weights) | ({"retrieval": 0.0} if without_retrieval else {})
+        self.order = replace(loaded.order, weights=weights)
 
     def run(self, candidates: I64, own: dict[str, list[int]], *, is_next: bool = False) -> torch.Tensor:
         rows = np.array(own["items"], np.int64) - FIRST_ID
@@ -96,7 +97,8 @@ class ByHand:
         mine = np.array(own["items"], np.int64) - FIRST_ID
         like = self.run(rows, own)[:, 1].numpy()
         seen = np.isin(rows, mine).astype(np.float32)
-        return self.order.scores(self.retrieval(own)[rows], like, self.order.transitions(mine, rows), seen)
+        counted = self.order.transitions(mine, rows), self.order.alike(mine, rows)
+        return self.order.scores(self.retrieval(own)[rows], like, *counted, seen)
 
     def ordered(self, items: list[int], own: dict[str, list[int]]) -> list[int]:
         return [items[place] for place in np.argsort(-self.sums(items, own), kind="stable")]
@@ -159,10 +161,11 @@ async def test_what_must_not_come_is_hidden_once(folder: Path, monkeypatch: pyte
 
 async def test_popular_items_follow_the_few_of_a_user_without_history(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "popular.txt").write_text("".join(f"{FIRST_ID + row}\n" for row in range(200)))
-    short = section(popular=str(tmp_path / "popular.txt"), sources={"trunk": 5, "transitions": 5})
+    short = section(popular=str(tmp_path / "popular.txt"), sources={"trunk": 5, "transitions": 5, "neighbours": 5})
     async with serving(folder, **short) as (client, _):
         answer = await recommend(client, history=history(0), num_items=NUM)
-    assert results(answer) == {"transitions": "cold", "trunk": "ok", "popular": "ok", "rank": "ok"}
+    want = {"transitions": "cold", "neighbours": "cold", "trunk": "ok", "popular": "ok", "rank": "ok"}
+    assert results(answer) == want
     assert Counter(answer["origins"]) == {"trunk": 5, "popular": NUM - 5}
 
 
@@ -205,21 +208,24 @@ async def test_any_way_to_the_prefix_gives_the_same(folder: Path, count: int, se
 async def test_what_other_sources_find_is_scored_by_the_same_vector(folder: Path) -> None:
     save_vectors(make_vectors(item_ids=np.arange(40, dtype=np.int64) + FIRST_ID), folder / "vectors")
     by_hand = ByHand(folder)
-    both = section(sources={"trunk": 9, "transitions": 9, "match": 6}) | {"match": {"vectors": str(folder / "vectors")}}
-    async with serving(folder, **both) as (client, _):
+    sources = {"trunk": 9, "transitions": 9, "neighbours": 8, "match": 6}
+    everything = section(sources=sources) | {"match": {"vectors": str(folder / "vectors")}}
+    async with serving(folder, **everything) as (client, _):
         who: dict[str, Any] = {"user_id": KNOWN}
         answer = await recommend(client, num_items=100, **who)
-        assert results(answer) == {"trunk": "ok", "transitions": "ok", "match": "ok", "rank": "ok"}
-        assert {"trunk", "transitions", "match"} == set(answer["origins"])
+        assert results(answer) == {**dict.fromkeys(sources, "ok"), "rank": "ok"}
+        assert set(sources) == set(answer["origins"])
         alone = {
             name: (await recommend(client, num_items=100, sources=[name], order="retrieval", **who))["items"]
-            for name in ("trunk", "transitions", "match")
+            for name in sources
         }
         assert set(answer["items"]) == {item for items in alone.values() for item in items}
         assert alone["trunk"] == by_hand.found(HISTORY, set(HISTORY["items"]), 9)
         rows = np.array(HISTORY["items"]) - FIRST_ID
         following = by_hand.order.top(rows, 300) + FIRST_ID
         assert alone["transitions"] == [item for item in following.tolist() if item not in HISTORY["items"]][:9]
+        alike = by_hand.order.nearest(rows, 300) + FIRST_ID
+        assert alone["neighbours"] == [item for item in alike.tolist() if item not in HISTORY["items"]][:8]
         merged = [alone[name][place] for place in range(9) for name in alone if place < len(alone[name])]
         assert answer["items"] == by_hand.ordered(list(dict.fromkeys(merged)), HISTORY)
         # without the trunk among the sources its vector is still found: the sum needs it
@@ -228,6 +234,46 @@ async def test_what_other_sources_find_is_scored_by_the_same_vector(folder: Path
         assert matched["items"] == by_hand.ordered(alone["match"], HISTORY)
         assert "sources: 'generate' is not configured" in (await recommend(client, 422, sources=["generate"]))["detail"]
         assert "at least one" in (await recommend(client, 422, sources=[]))["detail"]
+
+
+async def test_neighbours_are_those_of_the_definition(folder: Path) -> None:
+    """Denied and seen items are left out, and others take their places; a new user and new items have none."""
+    by_hand = ByHand(folder)
+    assert by_hand.order.neighbours is not None
+    alone: dict[str, Any] = {"sources": ["neighbours"], "order": "retrieval", "num_items": 100}
+    async with serving(folder, **section(sources={"trunk": NUM, "neighbours": 10})) as (client, _):
+        sums: Counter[int] = Counter()
+        for item in set(HISTORY["items"][-5:]):
+            row = item - FIRST_ID
+            for own, similarity in zip(
+                by_hand.order.neighbours.items[row].tolist(),
+                by_hand.order.neighbours.similarity[row].tolist(),
+                strict=True,
+            ):
+                sums[own + FIRST_ID] += similarity
+        best = [item for item, _ in sorted(sums.items(), key=lambda pair: (-pair[1], pair[0]))]
+        found = [item for item in best if item not in HISTORY["items"]]
+        assert len(found) > 14
+        answer = await recommend(client, **alone)
+        assert (answer["items"], results(answer)) == (found[:10], {"neighbours": "ok"})
+        assert (await recommend(client, **alone, deny_items=found[:4]))["items"] == found[4:14]
+        assert (await recommend(client, **alone, exclude_seen=False))["items"] == best[:10]
+        new = {name: column[:1] for name, column in HISTORY.items()} | {"items": [FIRST_ID + 10**6]}
+        for own in (new, history(0)):
+            answer = await recommend(client, **alone, history=own)
+            assert (answer["items"], results(answer)) == ([], {"neighbours": "cold"})
+
+
+async def test_an_older_order_serves_as_it_did(folder: Path) -> None:
+    by_hand = ByHand(folder, checkpoint="older")
+    found = by_hand.found(HISTORY, set(HISTORY["items"]))
+    a, b, c, e = (by_hand.order.weights[name] for name in ("retrieval", "click", "transitions", "seen"))
+    rows, mine = np.array(found) - FIRST_ID, np.array(HISTORY["items"]) - FIRST_ID
+    sums = a * by_hand.retrieval(HISTORY)[rows] + b * by_hand.run(rows, HISTORY)[:, 1].numpy()
+    sums += c * by_hand.order.transitions(mine, rows) + e * np.isin(rows, mine)
+    async with serving(folder, checkpoint=str(folder / "older"), **section()) as (client, _):
+        answer = await recommend(client, num_items=NUM)
+        assert (answer["order"], answer["items"]) == ("fitted", [found[at] for at in np.argsort(-sums, kind="stable")])
 
 
 async def test_a_ranker_without_an_order_orders_by_its_task(folder: Path) -> None:
@@ -343,9 +389,15 @@ async def test_a_second_pass_out_of_time_leaves_what_was_found(folder: Path) -> 
 
 
 async def test_two_passes_are_one_job_where_nobody_has_a_word_between_them(folder: Path) -> None:
-    both = section(sources={"transitions": 9, "trunk": NUM})
+    both = section(sources={"transitions": 9, "neighbours": 4, "trunk": NUM})
     wanted: list[dict[str, Any]] = [{}, {"num_items": 39}, {"num_candidates": 7}, {"deny_items": HISTORY["items"][:9]}]
-    wanted += [{"sources": ["transitions"]}, {"order": "rank"}, {"order": "retrieval"}, {"exclude_seen": False}]
+    wanted += [
+        {"sources": ["transitions"]},
+        {"sources": ["neighbours"]},
+        {"order": "rank"},
+        {"order": "retrieval"},
+        {"exclude_seen": False},
+    ]
     async with serving(folder, **section(**both["recommend"], **IN_TWO)) as (client, _):
         others = [await recommend(client, **own) for own in wanted]
     async with serving(folder, **both) as (client, service):
@@ -413,6 +465,8 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path, method: s
         ("plain", {}, "recommend.sources.trunk: the ranker"),
         ("unordered", {"order": "fitted"}, "recommend.order: the ranker"),
         ("unordered", {"sources": {"transitions": 5}}, "recommend.sources.transitions: the ranker"),
+        ("unordered", {"sources": {"neighbours": 5}}, "recommend.sources.neighbours: the ranker"),
+        ("older", {"sources": {"neighbours": 5}}, "recommend.sources.neighbours: the ranker"),
     ],
 )
 async def test_a_ranker_that_cannot_do_it_is_told_at_the_start(

@@ -24,7 +24,10 @@ def test_every_set_of_few_sources_in_every_order() -> None:
     assert ways[0] == CascadeWay(("trunk",), "retrieval")
     assert not any(way.order == "fitted" for way in cascade_ways(["trunk", "match"], has_order=False))
     four = {way.sources for way in cascade_ways(["trunk", "transitions", "generate", "match"], has_order=False)}
-    assert sorted(map(len, four)) == [1] * 4 + [2] * 6 + [4]
+    assert sorted(map(len, four)) == [1] * 4 + [2] * 6 + [3, 4]
+    five = cascade_ways(["trunk", "transitions", "neighbours", "generate", "match"], has_order=True)
+    assert len(five) == len(set(five)) == (5 + 10 + 2) * 4
+    assert CascadeWay(("trunk", "transitions", "neighbours"), "fitted") in five
 
 
 def test_the_best_of_half_is_judged_by_the_others() -> None:

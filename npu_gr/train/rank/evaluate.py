@@ -3,14 +3,15 @@
 Protocol:
   AUC       every event after the trained ones, pooled over users, with all of the user's events before it as history.
             Positive: the event's value reaches the task's threshold.
-  HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Three ways: the
-            retrieval alone; the click logit alone and the fitted order (recommend), over what the retrieval and the
-            transitions found, as a cascade of these two sources does. What is not in the list ranks behind it.
+  HR, NDCG  the next item of each user among every item of the catalogue; see `train/next_item.py`. Four ways: the
+            retrieval, the click logit and the neighbours, each alone, and the fitted order (recommend), over what the
+            retrieval, the transitions and the neighbours found, as a cascade of these sources does. What is not in
+            the list ranks behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -26,6 +27,7 @@ from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, 
 from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
 from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
 from npu_gr.train.paired import BaselineComparison, Difference, compare, difference_of_auc
+from npu_gr.train.rank.alone import in_words
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
@@ -35,6 +37,7 @@ K = 10
 RANKER = "HSTU ranker"  # all that it knows: the fitted order, if there is one
 RETRIEVAL = "its retrieval alone"
 CLICK = "its click logit alone"
+NEIGHBOURS = "neighbours alone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,7 @@ class Evaluation:
     tasks: str  # why the ranker has these tasks
     auc_task: str  # the task that AUC is of; "" = none
     fitting: str  # in words: how long it was trained, and the order that was fitted
+    better_alone: Mapping[str, Difference]  # sources above the fitted order on the validation; see `alone.py`
     left_out: tuple[str, ...]  # why other baselines are not among them
     ranker: RankingFigures
     parts: tuple[RankingFigures, ...]  # what the ranker's order is made of, each alone
@@ -98,7 +102,7 @@ class Evaluation:
 
     def text(self) -> str:
         """Say in words why the ranker has its tasks, what was fitted, and how it stands beside the best of others."""
-        lines = [f"tasks: {self.tasks}", self.fitting, *self.left_out]
+        lines = [f"tasks: {self.tasks}", self.fitting, *in_words(self.better_alone), *self.left_out]
         if self.ranker.liking is not None and (
             own := difference_of_auc(self.ranker.liking, None, self.likes, self.users)
         ):
@@ -176,7 +180,7 @@ def evaluate_ranker(
         likes: [n] label of every event of the log.
         targets: the next items to rank.
         order: fitted; None = the retrieval alone is the order.
-        counted: transitions; None = the model does not retrieve, and has no HR and NDCG.
+        counted: transitions and neighbours; None = the model does not retrieve, and has no HR and NDCG.
         like_task: the task that predicts `likes`; None = the model has none, and no AUC.
         sizes: of the lists that are put in order.
         done: called with (users so far, users in all) after every user's next item.
@@ -188,22 +192,18 @@ def evaluate_ranker(
     lists = list(retrieved_lists(inputs, model, counted, targets, sizes, done))
 
     def figures(name: str, liking: F64 | None, scores: Callable[[ItemList], npt.NDArray[np.float32]]) -> RankingFigures:
-        return _figures(name, log, likes, liking, targets, (_over_all(log, found, scores(found)) for found in lists))
+        return _figures(
+            name, log, likes, liking, targets, (found.over_all(scores(found), log.num_items) for found in lists)
+        )
 
     if order is None:
         return figures(RANKER, judged, lambda found: found.retrieval), ()
     parts = (
         figures(RETRIEVAL, None, lambda found: found.retrieval),
         figures(CLICK, None, lambda found: found.click),
+        figures(NEIGHBOURS, None, lambda found: found.neighbours),
     )
     return figures(RANKER, judged, lambda found: found.scores(order)), parts
-
-
-def _over_all(log: InteractionLog, found: ItemList, scores: npt.NDArray[np.float32]) -> F64:
-    """Spread a list's scores over the catalogue, float64 [num_items]; -inf for an item that is not in the list."""
-    row = np.full(log.num_items, -np.inf)
-    row[found.items] = scores
-    return row
 
 
 @torch.inference_mode()

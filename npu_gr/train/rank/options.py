@@ -119,6 +119,10 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=0, description="items of these lists that follow the user's last events, beside the retrieved ones"),
     ] = 100
+    num_neighbours: Annotated[
+        int,
+        Meta(ge=0, description="items of these lists that the users of the history's items have, beside the others"),
+    ] = 100
 
     def __post_init__(self) -> None:
         if self.tasks is None:

@@ -1,9 +1,9 @@
-"""Fit the order of a cascade: count which items follow which, and weigh what is known of a retrieved item.
+"""Fit the order of a cascade: count which items follow which and which are had together, and weigh what is known.
 
     P(i | j) = (sum over lags 1 .. 5 of .6^(lag - 1) n(j, then i) + 10 pop(i)) / (the sum over all i + 10)
 
-The four weights of the sum make the validation's next items most likely within their own lists: a conditional logit,
-which is concave, so its best weights are found in milliseconds.
+The weights of the sum make the validation's next items most likely within their own lists: a conditional logit, which
+is concave, so its best weights are found in milliseconds.
 """
 
 from __future__ import annotations
@@ -23,24 +23,43 @@ from npu_gr.model.order import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHT
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.neighbours import count_neighbours
+from npu_gr.train.rank.sparse_rows import Entries
 from npu_gr.train.rank.validation import user_vectors
 
-RETRIEVAL_ALONE = dict(zip(WEIGHTS, (1.0, 0.0, 0.0, 0.0), strict=True))
+RETRIEVAL_ALONE = dict.fromkeys(WEIGHTS, 0.0) | {"retrieval": 1.0}
 RIDGE = 0.05  # of the weights' squared distances from retrieval alone; it matters where there are few users
 
 
 class ItemList(NamedTuple):
-    """What is known of the items retrieved for a user. c = items."""
+    """What is known of the items retrieved for a user, each term by its name among `WEIGHTS`. c = items."""
 
     items: I64  # [c] rows, ascending
     retrieval: F32  # [c] u . e
     click: F32  # [c] logit of the next item
     transitions: F32  # [c] log of the probability that it follows
+    neighbours: F32  # [c] how much it has in common with the history
     seen: F32  # [c] 1 = in the history
 
     def scores(self, order: Order) -> F32:
         """Sum up by the order's weights, [c]."""
-        return order.scores(self.retrieval, self.click, self.transitions, self.seen)
+        return order.scores(self.retrieval, self.click, self.transitions, self.neighbours, self.seen)
+
+    def over_all(self, scores: F32, num_items: int) -> F64:
+        """Spread the list's scores, [c], over the catalogue: float64 [num_items]; -inf for what is not in the list."""
+        row = np.full(num_items, -np.inf)
+        row[self.items] = scores
+        return row
+
+
+def count_order(log: InteractionLog, task: str) -> Order:
+    """Count the transitions and the neighbours of the trained events; the order's weights are retrieval's alone.
+
+    Args:
+        log: its trained events count.
+        task: that predicts the next item.
+    """
+    return replace(count_transitions(log, task), neighbours=count_neighbours(log))
 
 
 def count_transitions(log: InteractionLog, task: str) -> Order:
@@ -67,16 +86,8 @@ def count_transitions(log: InteractionLog, task: str) -> Order:
     source, target = np.divmod(pairs, num_items)
     total = np.bincount(source, counts, num_items)
     log_prob = np.log((counts + PRIOR * share[target]) / (total[source] + PRIOR))
-    best_first = np.lexsort((target, -log_prob, source))
-    place = np.arange(len(pairs)) - np.searchsorted(source[best_first], source[best_first])
-    kept = np.sort(best_first[place < MAX_SUCCESSORS])  # by source, then by target
-    of_source = np.bincount(source[kept], minlength=num_items)
-    width = int(of_source.max(initial=0))
-    column = np.arange(len(kept)) - (np.cumsum(of_source) - width)[source[kept]]  # padding first
-    successors = np.full((num_items, width), -1, np.int32)
-    successors[source[kept], column] = target[kept]
-    probabilities = np.full((num_items, width), -np.inf, np.float32)
-    probabilities[source[kept], column] = log_prob[kept]
+    kept = Entries(source, target, log_prob).best_of_rows(MAX_SUCCESSORS)
+    successors, probabilities = kept.table(num_items, -np.inf)
     return Order(
         task=task,
         weights=RETRIEVAL_ALONE,
@@ -91,6 +102,7 @@ class ListSizes(NamedTuple):
 
     retrieved: int  # most items by u . e, of all and of the unseen ones
     followers: int  # most items that follow the last events
+    neighbours: int  # most items that have something in common with the history
 
 
 def retrieved_lists(
@@ -101,12 +113,12 @@ def retrieved_lists(
     sizes: ListSizes,
     done: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[ItemList]:
-    """Retrieve for each target: the best items by u . e, those that follow the last events, and what is known of each.
+    """Retrieve for each target the best items by u . e, followers and neighbours, and tell what is known of each.
 
     Args:
         inputs: with the users' histories.
         model: in evaluation mode, its items frozen.
-        counted: the transitions.
+        counted: the transitions and the neighbours.
         targets: the next items.
         sizes: of the lists.
         done: called with (users so far, users in all) after every user.
@@ -122,12 +134,14 @@ def retrieved_lists(
         seen = torch.zeros(log.num_items)
         seen[torch.from_numpy(history)] = 1
         followers = torch.from_numpy(counted.top(history, sizes.followers))
-        items = torch.unique(torch.cat([*_best(retrieval, seen, sizes.retrieved), followers]))
+        neighbours = torch.from_numpy(counted.nearest(history, sizes.neighbours))
+        items = torch.unique(torch.cat([*_best(retrieval, seen, sizes.retrieved), followers, neighbours]))
         yield ItemList(
             items.numpy(),
             retrieval[items].numpy(),
             model(backend, [inputs.segment(event, items)])[0][:, task].numpy(),
             counted.transitions(history, items.numpy()),
+            counted.alike(history, items.numpy()),
             seen[items].numpy(),
         )
         done(count, len(targets))
@@ -145,7 +159,7 @@ def fit_order(counted: Order, log: InteractionLog, lists: Sequence[ItemList], ta
     """Fit the weights by the likelihood of the next items within their lists.
 
     Args:
-        counted: the transitions.
+        counted: the transitions and the neighbours.
         log: holds the events.
         lists: of the targets.
         targets: next items that nothing was trained on; those that their lists lack say nothing.
@@ -159,7 +173,7 @@ def fit_order(counted: Order, log: InteractionLog, lists: Sequence[ItemList], ta
     terms = torch.zeros(len(rows), longest, len(WEIGHTS), dtype=torch.float64)
     is_padding = torch.ones(len(rows), longest, dtype=torch.bool)
     for index, (found, _) in enumerate(rows):
-        together = np.stack([found.retrieval, found.click, found.transitions, found.seen], axis=1)
+        together = np.stack([getattr(found, name) for name in WEIGHTS], axis=1)
         terms[index, : len(together)] = torch.from_numpy(together)
         is_padding[index, : len(together)] = False
     chosen = torch.tensor([int(place[0]) for _, place in rows])[:, None]

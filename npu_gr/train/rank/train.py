@@ -1,19 +1,20 @@
 """Train the HSTU ranker from an interaction log: one trunk that retrieves, ranks, and knows the order to show.
 
     validation   the last trained event of each user, of a large log of some users. Nothing is trained on it: it ends
-                 the training at the epoch that makes it most likely, and fits the four weights of the order
-    evaluation   the events that `split` keeps, beside the baselines; the transitions are counted anew of all other
-                 events, the validation's among them, as the baselines count them
+                 the training at the epoch that makes it most likely, and fits the weights of the order; a source that
+                 orders it better alone than these do is served in their place, see `alone.py`
+    evaluation   the events that `split` keeps, beside the baselines; transitions and neighbours are counted anew of all
+                 other events, the validation's among them, as the baselines count them
     refit        the model that is served is trained anew on all events, with the same settings, as many epochs and the
-                 same weights of the order; the transitions are counted anew. What is measured is the model of the older
-                 events; nothing is left to measure the served one on
+                 same weights of the order; transitions and neighbours are counted anew. What is measured is the model
+                 of the older events; nothing is left to measure the served one on
 
 Deterministic: the same log, options and number of threads give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,11 +29,13 @@ from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
+from npu_gr.train.paired import Difference
+from npu_gr.train.rank.alone import better_alone, to_serve
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes, count_transitions, fit_order, retrieved_lists
+from npu_gr.train.rank.order import ListSizes, count_order, fit_order, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.search import SearchedOptions, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, liking_values, make_labels
@@ -108,13 +111,13 @@ def train_rank(
 
     searched = search(options, train, judge, has_likes=any(not task.is_next_item for task in chosen.tasks))
     fitted = searched.fitted
-    counted = None if click is None else count_transitions(held_out.log, click)
-    order = None if counted is None else _fit_order(fitted, counted, held_out, options)
+    counted = None if click is None else count_order(held_out.log, click)
+    order, better = (None, {}) if counted is None else _fit_order(fitted, counted, held_out, options)
     if counted is not None:  # as the baselines, which choose on the validation and then count it
-        counted = count_transitions(log, counted.task)
+        counted = count_order(log, counted.task)
         order = None if order is None else replace(counted, weights=order.weights)
     num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
-    evaluation = _evaluate(searched, order, counted, log, held_out, chosen, num_served, options, progress)
+    evaluation = _evaluate(searched, order, better, counted, log, held_out, chosen, num_served, options, progress)
     checkpoint = Checkpoint(
         model=fitted.model,
         item_ids=log.item_ids,
@@ -140,7 +143,7 @@ def train_rank(
             features=choose_features(everything, item_features, chosen.tasks, searched.options),
         )
         if order is not None:
-            order = replace(count_transitions(everything, order.task), weights=order.weights)
+            order = replace(count_order(everything, order.task), weights=order.weights)
         checkpoint = replace(checkpoint, model=again.model, order=order)
     return checkpoint, evaluation
 
@@ -161,19 +164,32 @@ def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOutEvents:
     return HeldOutEvents(replace(log, num_trained=num_trained), targets)
 
 
-def _fit_order(fitted: Fitted, counted: Order, held_out: HeldOutEvents, options: TrainOptions) -> Order | None:
-    """Fit the order on the validation; None = there is none."""
+def _fit_order(
+    fitted: Fitted, counted: Order, held_out: HeldOutEvents, options: TrainOptions
+) -> tuple[Order | None, dict[str, Difference]]:
+    """Fit the order on the validation, and compare each source alone with it.
+
+    Returns:
+        The order that is served, None = there is no validation; and the sources that are above the fitted one.
+    """
     if not held_out.targets:
-        return None
+        return None, {}
     log, targets = held_out
-    sizes = ListSizes(options.num_retrieved, options.num_followers)
+    sizes = _sizes(options)
     lists = list(retrieved_lists(LogInputs(log, fitted.model), fitted.model, counted, targets, sizes))
-    return fit_order(counted, log, lists, targets)
+    order = fit_order(counted, log, lists, targets)
+    better = better_alone(order, log, lists, targets)
+    return to_serve(order, better), better
+
+
+def _sizes(options: TrainOptions) -> ListSizes:
+    return ListSizes(options.num_retrieved, options.num_followers, options.num_neighbours)
 
 
 def _evaluate(
     searched: SearchedOptions,
     order: Order | None,
+    better: Mapping[str, Difference],
     counted: Order | None,
     log: InteractionLog,
     held_out: HeldOutEvents,
@@ -199,7 +215,7 @@ def _evaluate(
         order=order,
         counted=counted,
         like_task=first,
-        sizes=ListSizes(options.num_retrieved, options.num_followers),
+        sizes=_sizes(options),
         done=lambda done, total: progress(TrainingProgress("ranker: evaluate", done, total)),
     )
     return Evaluation(
@@ -211,6 +227,7 @@ def _evaluate(
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
         fitting=_in_words(searched, order, len(held_out.targets)),
+        better_alone=better,
         left_out=simple.left_out,
         ranker=ranker,
         parts=parts,

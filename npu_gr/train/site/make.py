@@ -200,6 +200,7 @@ def _cascade(
     sources: dict[SourceName, int] = {
         "trunk": options.num_found,
         "transitions": options.num_following,
+        "neighbours": options.num_neighbours,
         "generate": options.num_generated,
         "match": options.num_matched,
     }

@@ -29,6 +29,7 @@ class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
     num_found: Annotated[Count, Meta(description="items that a recommend asks of the ranker's own retrieval")] = 200
     num_following: Annotated[Count, Meta(description="of what followed the last items, if that is asked")] = 100
+    num_neighbours: Annotated[Count, Meta(description="of what the same users have, if that is asked")] = 100
     num_generated: Annotated[Count, Meta(description="of the generator, if it is asked")] = 100
     num_matched: Annotated[Count, Meta(description="of the retrieval vectors, if they are asked")] = 100
     max_candidates: Annotated[Count, Meta(description="most items that a recommend ranks")] = 200

@@ -26,6 +26,7 @@ from npu_gr.train.site.report import (
     ranker_figures,
     vectors_figures,
     warning_of,
+    warning_of_ranker,
 )
 from npu_gr.train.steps import TrainingProgress
 
@@ -90,7 +91,7 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
     checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
     what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
     measured_on = _stands(found.split, found.num_trained, what)
-    return _Trained(save(checkpoint, folder), measured_on, ranker_figures(found), warning_of(found.comparison()))
+    return _Trained(save(checkpoint, folder), measured_on, ranker_figures(found), warning_of_ranker(found))
 
 
 def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:

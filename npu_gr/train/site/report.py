@@ -11,6 +11,7 @@ from rich.table import Table
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
 from npu_gr.train.paired import BaselineComparison
+from npu_gr.train.rank.alone import in_words
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
 from npu_gr.train.retrieve.train import RetrieveReport
 
@@ -38,7 +39,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     num_events: int  # that the served model was trained on
     took_s: float
     figures: tuple[Figure, ...]
-    warning: str = ""  # that it is no better than the strongest baseline
+    warning: str = ""  # that it is no better than the strongest baseline, or than a part of it
 
 
 class SiteCascade(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +102,11 @@ def warning_of(comparison: BaselineComparison | None) -> str:
         f"WARNING: {comparison.model}: not shown to be better than {comparison.baseline} at the next item, "
         f"{comparison.grounds}. More events, more epochs or other settings may help."
     )
+
+
+def warning_of_ranker(found: Evaluation) -> str:
+    """Say that a ranker is no better than the strongest baseline, and which sources are better alone, a line each."""
+    return "\n".join(filter(None, [warning_of(found.comparison()), *in_words(found.better_alone)]))
 
 
 def ranker_figures(found: Evaluation) -> tuple[Figure, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,15 +17,20 @@ from rich.console import Console
 
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.model.order import Order
 from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load, save
-from npu_gr.train.data import build_log
+from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.paired import Difference
+from npu_gr.train.rank import train as module
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.neighbours import count_neighbours
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import count_transitions
+from npu_gr.train.rank.order import ItemList, count_transitions
 from npu_gr.train.rank.tasks import Task
 from npu_gr.train.rank.train import train_rank
+from npu_gr.train.site.report import warning_of_ranker
 from npu_gr.train.steps import TrainingProgress
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -101,6 +108,30 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
     assert one.order.weights != both.order.weights
     trained = build_log(log, [], "leave-one-out")  # the validation is counted once the weights are fitted
     assert np.array_equal(one.order.log_prob, count_transitions(trained, "click").log_prob)
+    assert one.order.neighbours is not None
+    assert np.array_equal(one.order.neighbours.similarity, count_neighbours(trained).similarity)
+
+
+def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gap = Difference(0.1, 0.05, 0.15, 0.001)
+    judged: list[tuple[int, int]] = []
+
+    def better(_: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> dict[str, Any]:
+        assert all(target.event == log.starts[target.user] + log.num_trained[target.user] for target in targets)
+        judged.append((int(log.trained.sum()), len(lists)))
+        return {"neighbours": gap}
+
+    monkeypatch.setattr(module, "better_alone", better)
+    served, found = train_rank(planted(), [], msgspec.structs.replace(TINY, refit=True))
+    assert judged == [(60 * 28, 60)], "by the validation, not by the test"
+    words = "WARNING: neighbours alone, less the fitted order, on the validation: NDCG@10 +0.1000 (+0.0500 .. +0.1500)"
+    for said in (found.text(), warning_of_ranker(found)):
+        assert f"{words}; its order is served" in said.splitlines()
+    assert served.order is not None
+    weights = dict(served.order.weights)
+    assert weights.pop("seen") != 0
+    assert weights == {"retrieval": 0.0, "click": 0.0, "transitions": 0.0, "neighbours": 1.0}
+    assert "neighbours alone" in {part.model for part in found.parts}
 
 
 def newest_item(log: Interactions) -> Interactions:
@@ -142,6 +173,10 @@ def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_
     assert served.order.weights == evaluated.order.weights
     assert row in served.order.successors
     assert row not in evaluated.order.successors
+    assert served.order.neighbours is not None
+    assert evaluated.order.neighbours is not None
+    assert row in served.order.neighbours.items
+    assert row not in evaluated.order.neighbours.items
     said = found.table().title
     assert said == "evaluated on the last event of each user by a model of 1,680 events; served: refitted on all 1,800"
 

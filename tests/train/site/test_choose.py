@@ -28,7 +28,7 @@ from npu_gr.train.site import choose
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import planted
 
-SOURCES: dict[SourceName, int] = {"trunk": 8, "transitions": 4}
+SOURCES: dict[SourceName, int] = {"trunk": 8, "transitions": 4, "neighbours": 5}
 MAX_CANDIDATES = 9  # fewer than the sources find
 NUM_JUDGES = 12
 NUM_CHOOSERS = 10

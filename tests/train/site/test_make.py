@@ -175,7 +175,7 @@ def test_the_cascade_is_chosen_once_by_the_evaluated_models(tmp_path: Path, trai
     usual = load(site / "serve.yaml").recommend
     assert usual is not None
     assert (dict(usual.sources), usual.order) == ({"trunk": 200}, "fitted")  # too few users to choose
-    everything = ["trunk", "transitions", "generate", "match"]
+    everything = ["trunk", "transitions", "neighbours", "generate", "match"]
     assert trainings.chose_over == [[str(site / ".new" / "ranker" / "evaluated"), *everything]]
     run(tmp_path)
     assert len(trainings.chose_over) == 1

@@ -1,0 +1,97 @@
+"""What a candidate has in common with a history is the mean over the dense table of similarities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from npu_gr.model.neighbours import LAST_ITEMS, Neighbours
+
+ITEMS = 40
+
+
+def some_neighbours(seed: int = 0, width: int = 5) -> Neighbours:
+    """Random neighbours, some items with none."""
+    random = np.random.default_rng(seed)
+    items = np.full((ITEMS, width), -1, np.int32)
+    similarity = np.zeros((ITEMS, width), np.float32)
+    for row in range(ITEMS):
+        kept = int(random.integers(0, width + 1))
+        items[row, width - kept :] = np.sort(random.choice(ITEMS, kept, replace=False))
+        similarity[row, width - kept :] = random.choice([0.25, 0.5, 1.0], kept)  # sums are exact, and have ties
+    return Neighbours(items, similarity)
+
+
+def by_definition(neighbours: Neighbours, history: list[int]) -> npt.NDArray[np.float64]:
+    """The mean of every item, neighbour by neighbour."""
+    sums = np.zeros(ITEMS)
+    known = {item for item in history[-LAST_ITEMS:] if item < ITEMS}
+    for item in known:
+        for neighbour, similarity in zip(neighbours.items[item], neighbours.similarity[item], strict=True):
+            if neighbour >= 0:
+                sums[neighbour] += similarity
+    return sums / max(len(known), 1)
+
+
+HISTORIES = {
+    "one": [7],
+    "short": [3, 1, 12],
+    "each item counts once": [3, 3, 1, 3],
+    "only the last ones count": [*range(ITEMS), *range(LAST_ITEMS)],
+    "new ones count nothing": [ITEMS, 5, ITEMS + 3],
+    "only new ones": [ITEMS],
+    "empty": [],
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+def test_means_and_the_best_of_them_are_those_of_the_definition(seed: int, history: list[int]) -> None:
+    neighbours = some_neighbours(seed)
+    want = by_definition(neighbours, history)
+    rows = np.array(history, np.int64)
+    candidates = np.random.default_rng(seed).permutation(ITEMS)[:25]
+    assert neighbours.means(rows, candidates).tolist() == want[candidates].tolist()
+    twice = np.concatenate([candidates, candidates])
+    assert neighbours.means(rows, twice).tolist() == want[twice].tolist()
+    best = [item for item in np.argsort(-want, kind="stable").tolist() if want[item] > 0]
+    for k in (0, 3, ITEMS):
+        assert neighbours.top(rows, k).tolist() == best[:k]
+    assert neighbours.top(rows, k).dtype == np.int64
+
+
+def test_new_and_no_candidates_have_nothing_in_common() -> None:
+    neighbours = some_neighbours()
+    history = np.arange(ITEMS)
+    assert neighbours.means(history, np.array([ITEMS, ITEMS + 7])).tolist() == [0, 0]
+    assert neighbours.means(history, np.empty(0, np.int64)).tolist() == []
+
+
+def test_items_without_any_neighbour_have_nothing_in_common() -> None:
+    none = Neighbours(np.empty((ITEMS, 0), np.int32), np.empty((ITEMS, 0), np.float32))
+    assert none.means(np.arange(ITEMS), np.arange(ITEMS)).tolist() == [0] * ITEMS
+    assert none.means(np.arange(ITEMS), np.arange(ITEMS)).dtype == np.float64
+    assert none.top(np.arange(ITEMS), 5).tolist() == []
+
+
+GOOD = some_neighbours()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"similarity": np.ones((ITEMS, 2), np.float32)}, "neighbours and similarity: need equal rows"),
+        ({"items": np.full((ITEMS, 5), ITEMS, np.int32)}, "neighbours: need ascending item rows below 40"),
+        ({"items": np.zeros((ITEMS, 5), np.int32)}, "neighbours: need ascending"),
+        ({"items": np.full((ITEMS, 5), -2, np.int32)}, "neighbours: need ascending"),
+        ({"similarity": -GOOD.similarity}, "similarity: needs finite numbers above 0"),
+        ({"similarity": GOOD.similarity + np.float32(1)}, "similarity: needs .* and 0 in the padding"),
+        ({"similarity": np.full((ITEMS, 5), np.nan, np.float32)}, "similarity: needs finite"),
+    ],
+)
+def test_what_are_no_neighbours_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Neighbours(**({"items": GOOD.items, "similarity": GOOD.similarity} | changes))
