@@ -66,7 +66,7 @@ class Neighbours:
         found = ascending[np.minimum(place, len(ascending) - 1)] == items
         sums = np.bincount(place[found], similarity[found], len(ascending)).astype(
             np.float64
-        )  # it counts if there is none
+        )  # it counts where none is
         means: npt.NDArray[np.float64] = sums[np.searchsorted(ascending, candidates)] / len(rows)
         return means
 

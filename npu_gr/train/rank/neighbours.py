@@ -23,7 +23,8 @@ from npu_gr.train.rank.sparse_rows import Entries, joined
 
 SHRINK = 20.0
 USER_EXPONENT = 0.5  # a user who has many items tells less of each
-USER_ITEMS = 500  # of a user that count, those that were had last: their pairs grow with the square
+USER_ITEMS = 500  # of a user that count at most, those that were had last: their pairs grow with the square
+MAX_PAIRS = 1 << 30  # of all users, some minutes: of a larger log fewer items of a user count
 PAIRS_AT_ONCE = 1 << 22
 
 
@@ -49,8 +50,20 @@ def _had(log: InteractionLog) -> tuple[I64, I64]:
     once = newest_first[np.sort(np.unique(pairs, return_index=True)[1])][::-1]  # the last event of each pair
     users = log.users[once]
     left = np.searchsorted(users, users, "right") - np.arange(len(users))  # of the user, from this one on
-    kept = once[left <= USER_ITEMS]
+    kept = once[left <= _items_of_a_user(np.bincount(users))]
     return log.users[kept], log.items[kept]
+
+
+def _items_of_a_user(of_user: I64) -> int:
+    """Choose how many items of a user count: at most `USER_ITEMS`, and no more pairs than `MAX_PAIRS` if that can be.
+
+    Args:
+        of_user: [users] items of each.
+    """
+    most = USER_ITEMS
+    while most > 2 and (np.minimum(of_user, most).astype(np.float64) ** 2).sum() > MAX_PAIRS:
+        most //= 2
+    return most
 
 
 def _shared(users: I64, items: I64, of_item: I64) -> Iterator[Entries]:

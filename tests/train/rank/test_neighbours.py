@@ -78,3 +78,11 @@ def test_what_is_not_trained_on_is_not_counted(log: InteractionLog) -> None:
 def test_items_without_users_and_logs_without_pairs_have_none(log: InteractionLog) -> None:
     found = count_neighbours(replace(log, num_trained=np.ones(log.num_users, np.int64)))
     assert found.items.shape == (log.num_items, 0)
+
+
+def test_of_a_log_with_too_many_pairs_fewer_items_of_a_user_count(
+    log: InteractionLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "USER_ITEMS", 8)
+    monkeypatch.setattr(module, "MAX_PAIRS", 5 * 5 * log.num_users)  # eight of each are too many, four are not
+    np.testing.assert_allclose(counted(log), by_definition(log, most=4), rtol=1e-6)
