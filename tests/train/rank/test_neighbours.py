@@ -84,5 +84,8 @@ def test_of_a_log_with_too_many_pairs_fewer_items_of_a_user_count(
     log: InteractionLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "USER_ITEMS", 8)
-    monkeypatch.setattr(module, "MAX_PAIRS", 5 * 5 * log.num_users)  # eight of each are too many, four are not
+    rows = zip(log.starts.tolist(), log.num_trained.tolist(), strict=False)
+    num_items = np.array([len(set(log.items[start : start + trained].tolist())) for start, trained in rows])
+    assert num_items.max() > 4
+    monkeypatch.setattr(module, "MAX_PAIRS", (np.minimum(num_items, 4) ** 2).sum())  # eight of each are too many
     np.testing.assert_allclose(counted(log), by_definition(log, most=4), rtol=1e-6)
