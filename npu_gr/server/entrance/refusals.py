@@ -10,8 +10,8 @@ import asyncio
 from typing import Protocol
 
 
-class Refused(Protocol):
-    """A connection whose request was refused."""
+class Answered(Protocol):
+    """A connection that an answer is for."""
 
     transport: asyncio.Transport | None
 
@@ -22,9 +22,9 @@ class Refusals:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Nothing waits."""
         self._loop = loop
-        self._unwritten: list[tuple[Refused, bytes]] = []
+        self._unwritten: list[tuple[Answered, bytes]] = []
 
-    def add(self, connection: Refused, answer: bytes) -> None:
+    def add(self, connection: Answered, answer: bytes) -> None:
         """Write an answer when this turn of the loop ends, before whatever is begun from now on."""
         if not self._unwritten:
             self._loop.call_soon(self.write)
