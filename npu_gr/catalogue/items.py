@@ -15,9 +15,9 @@ _DIRECT = 8  # slots that a direct table may have for each item; sparser ids use
 class ItemVocabulary:
     """The items that the model knows: those that it was trained with, and new ones. Never changed in place.
 
-    Nearly dense ids (the largest is at most about `_DIRECT` times the number of items) use one table look-up, others
-    a binary search: 16 k ids take tens of microseconds with the table, about a millisecond among ten million sparse
-    ids.
+    Nearly dense ids (from the smallest to the largest there are at most about `_DIRECT` times as many as items) use one
+    table look-up, others a binary search: 16 k ids take tens of microseconds with the table, about a millisecond among
+    ten million sparse ids.
     """
 
     def __init__(self, ids: I64) -> None:
@@ -29,10 +29,11 @@ class ItemVocabulary:
         self._order = np.append(order, UNKNOWN)
         self._found = np.append(self._sorted, UNKNOWN)
         self._table: I64 | None = None
-        if len(ids) and int(self._sorted[-1]) < _DIRECT * len(ids) + 1024:
-            # One slot an id from 0 to the largest, and a last one that ids beyond them look up.
-            self._table = np.full(int(self._sorted[-1]) + 2, UNKNOWN, np.int64)
-            self._table[ids] = np.arange(len(ids))
+        if len(ids) and int(self._sorted[-1] - self._sorted[0]) < _DIRECT * len(ids) + 1024:
+            # one slot an id from the smallest to the largest, and one at each end that ids beyond them look up
+            self._before = int(self._sorted[0]) - 1  # id of the first slot
+            self._table = np.full(int(self._sorted[-1]) - self._before + 2, UNKNOWN, np.int64)
+            self._table[ids - self._before] = np.arange(len(ids))
         self.new_ids: I64 = np.empty(0, np.int64)  # id of each row behind the trained ones
         self._new_rows: I64 = self.new_ids  # of the new items, by ascending id
         self._new_sorted: I64 = self.new_ids
@@ -65,10 +66,7 @@ class ItemVocabulary:
     def trained_rows(self, ids: I64) -> I64:
         """Look up the row of each id, `UNKNOWN` if the model was not trained with it. [n] -> [n]."""
         if self._table is not None:
-            # unsigned, a negative id is beyond the table, too
-            slots = np.minimum(ids.view(np.uint64), np.uint64(len(self._table) - 1))
-            found: I64 = self._table[slots.view(np.int64)]
-            return found
+            return self._table.take(ids - self._before, mode="clip")
         at = self._sorted.searchsorted(ids)
         found = self._order[at]
         found[self._found[at] != ids] = UNKNOWN

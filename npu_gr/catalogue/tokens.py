@@ -26,7 +26,7 @@ from msgspec import field
 from msgspec.structs import replace
 
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
-from npu_gr.core.arrays import I64
+from npu_gr.core.arrays import I64, largest, smallest
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.history import Events, HistoryReport
 from npu_gr.feature_schema.columns import NO_COLUMNS, ModelFeatures, OneRow
@@ -173,8 +173,9 @@ def tokenize(
         Unprocessable: an action the model does not know, an unknown item with `refuse_unknown`, or a feature of the
             user that is none of the model's or does not fit.
     """
-    if len(events) and int(events.actions.view(np.uint16).max()) >= num_actions:  # unsigned, a negative one is large
-        worst = int(events.actions.max()) if int(events.actions.min()) >= 0 else int(events.actions.min())
+    if len(events) and largest(events.actions.view(np.uint16)) >= num_actions:  # unsigned, a negative one is large
+        least = smallest(events.actions)
+        worst = least if least < 0 else largest(events.actions)
         raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
     given = events
     step = -(-cut_step_tokens // tokens_per_event)
@@ -182,11 +183,12 @@ def tokenize(
     if cut:
         events = events[cut:]
     rows = vocabulary.rows(events.items)
-    known = rows != UNKNOWN
-    unknown = len(rows) - int(np.count_nonzero(known))
-    if unknown and refuse_unknown:
-        raise Unprocessable(f"history.items: {unknown} unknown, the first is {int(events.items[~known][0])}")
-    if unknown:
+    unknown = 0
+    if len(rows) and smallest(rows) == UNKNOWN:
+        known = rows != UNKNOWN
+        unknown = len(rows) - int(np.count_nonzero(known))
+        if refuse_unknown:
+            raise Unprocessable(f"history.items: {unknown} unknown, the first is {int(events.items[~known][0])}")
         events = events.take(known)
         rows = rows[known]
     if tokens_per_event == 2:

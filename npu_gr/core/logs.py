@@ -50,16 +50,24 @@ class QueuedHandler(logging.Handler):
         self._formats_late = formats_late
         self._most_lines = most_lines
         # a SimpleQueue, because a destructor may log while the same thread is in `put`: its `put` allows that
-        self._queue: queue.SimpleQueue[str | logging.LogRecord | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[object | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name=f"log-{stream}", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue the line, or drop and count it. Never waits."""
+        self.put(record if self._formats_late else self._text(record))
+
+    def put(self, line: object) -> None:
+        """Queue a line, or drop and count it. Never waits.
+
+        Args:
+            line: a text, a record, or anything that never changes and whose `str` is the line, made on the thread.
+        """
         if self._queue.qsize() >= self._most_lines:
             self.num_dropped += 1
         else:
-            self._queue.put(record if self._formats_late else self._text(record))
+            self._queue.put(line)
 
     def close(self) -> None:
         """Write what is queued, for `CLOSE_S` at most; later lines are not written."""
@@ -67,11 +75,12 @@ class QueuedHandler(logging.Handler):
         self._queue.put(None)
         self._thread.join(CLOSE_S)
 
-    def _text(self, record: logging.LogRecord) -> str:
+    def _text(self, line: object) -> str:
         try:
-            return self.format(record)
+            return self.format(line) if isinstance(line, logging.LogRecord) else str(line)
         except Exception as error:  # noqa: BLE001  (what cannot be formatted must not fail who logs it)
-            return f"a line of {record.name} cannot be formatted: {type(error).__name__}: {error}"
+            name = line.name if isinstance(line, logging.LogRecord) else type(line).__name__
+            return f"a line of {name} cannot be formatted: {type(error).__name__}: {error}"
 
     def _write_all(self) -> None:
         is_open = True
@@ -82,7 +91,7 @@ class QueuedHandler(logging.Handler):
             while not self._queue.empty() and len(waiting) < self._most_lines:
                 waiting.append(self._queue.get())
             is_open = None not in waiting
-            lines = (one if isinstance(one, str) else self._text(one) for one in waiting if one is not None)
+            lines = (self._text(one) for one in waiting if one is not None)
             for piece, num_lines in _pieces(lines):
                 try:
                     _write(self._fd, piece)
@@ -112,6 +121,23 @@ def _write(fd: int, data: bytes) -> None:
             data = data[os.write(fd, data) :]
         except BlockingIOError:  # somebody who shares the descriptor made it non-blocking
             select.select([], [fd], [])
+
+
+def log_line(logger: logging.Logger, level: int, line: object) -> None:
+    """Log a line; where one `QueuedHandler` is all that gets it, without a record, which takes as long as the request's.
+
+    Args:
+        logger: whose line it is.
+        level: of `logging`.
+        line: never changes; its `str` is the line.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    handlers = logger.handlers
+    if len(handlers) == 1 and type(handlers[0]) is QueuedHandler and not logger.propagate and not logger.filters:
+        handlers[0].put(line)
+    else:
+        logger.log(level, "%s", line)
 
 
 class NewestLines(logging.Handler):

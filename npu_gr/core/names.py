@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.core.arrays import I16, I64
+from npu_gr.core.arrays import I16, I64, largest
 from npu_gr.core.words import cut
 
 FIRST_HASHED = 2**62  # ids below are the numbers that names are
@@ -83,7 +83,7 @@ def answered_ids(names: Sequence[str | int]) -> I64:
 
 def _of_numbers(names: Sequence[Any]) -> I64:
     ids = np.frombuffer(array("q", names), np.int64)
-    if len(ids) and int(ids.view(np.uint64).max()) >= FIRST_HASHED:  # unsigned, a negative one is beyond it, too
+    if len(ids) and largest(ids.view(np.uint64)) >= FIRST_HASHED:  # unsigned, a negative one is beyond it, too
         raise ValueError("a number is out of range")
     return ids
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from npu_gr.core.arrays import holds_any
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.history import Events, HistoryOrigin, HistorySource
 
@@ -29,7 +30,7 @@ def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) 
     """
     times = events.timestamps[max(base - 1, 0) :]
     earlier = times[1:] < times[:-1]
-    if not earlier.any():
+    if not holds_any(earlier):
         return events
     if policy == "refuse":
         at = int(earlier.argmax()) + 1

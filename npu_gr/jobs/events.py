@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from npu_gr.core.arrays import largest, smallest
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.history import Events
 from npu_gr.core.request import EventsAnswer, EventsRequest
@@ -45,5 +46,5 @@ def check_actions(versions: Versions, events: Events) -> None:
     if versions.rankers is None or not len(events):
         return
     last = len(versions.rankers.current.model.actions) - 1
-    if not 0 <= int(events.actions.min()) <= int(events.actions.max()) <= last:
+    if not 0 <= smallest(events.actions) <= largest(events.actions) <= last:
         raise Unprocessable(f"events.actions: an index is over {last}, the last of the model's actions")

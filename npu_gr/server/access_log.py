@@ -18,7 +18,7 @@ import msgspec
 
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NotTaken, NpuGrError, RequestError
 from npu_gr.core.history import UserKey
-from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog
+from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, log_line
 from npu_gr.core.redact import redacted
 from npu_gr.core.request import Answer
 from npu_gr.metrics.trace import Trace
@@ -73,26 +73,26 @@ class AccessLog:
         answer = ended.answer
         failure = ended.failure
         line = AccessLine(
-            time_s=round(time.time(), 3),
+            time_s=time.time(),
             request_id=ended.request_id,
             trace_id=ended.trace.trace_id,
             span_id=ended.trace.span_id,
             method=ended.method,
             route=ended.route,
             status=ended.status,
-            duration_s=round(ended.duration_s, 6),
+            duration_s=ended.duration_s,
             key=ended.key,
             user=self._hashed(ended.user),
             error=None if failure is None else failure.title,
             detail=None if failure is None else failure.detail,
             answer_fields={} if answer is None else answer.log_fields(),
-            stages_s={} if answer is None else {stage: round(s, 6) for stage, s in answer.stages_s.items()},
+            stages_s={} if answer is None else answer.stages_s,
         )
         if ended.kind is not None:
             self.on_line(ended.kind, line)
         is_notable = line.status >= 500 or line.duration_s > self._slow_s
         if is_notable or self._logs_all:
-            log.log(logging.WARNING if is_notable else logging.INFO, "%s", line)  # the JSON is made by the handler
+            log_line(log, logging.WARNING if is_notable else logging.INFO, line)  # the JSON is made by the handler
 
     def failed(self, error: Exception) -> Failure | None:
         """Describe the error that a request ends with; of what fails behind the service warn once a second."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,14 +30,16 @@ class AccessLine(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None  # its title
     detail: str | None  # what the caller was told of it
     answer_fields: dict[str, Any]  # what `Answer.log_fields` says
-    stages_s: dict[str, float]
+    stages_s: Mapping[str, float]
 
     def __str__(self) -> str:
         """Write the JSON, in the order above. Fields that are None, and empty stages, are left out."""
         line = {name: value for name in _FIXED if (value := getattr(self, name)) is not None}
+        line["time_s"] = round(self.time_s, 3)
+        line["duration_s"] = round(self.duration_s, 6)
         line |= {name: value for name, value in self.answer_fields.items() if value is not None}
         if self.stages_s:
-            line["stages_s"] = self.stages_s
+            line["stages_s"] = {stage: round(seconds, 6) for stage, seconds in self.stages_s.items()}
         return _encode(line).decode()
 
 

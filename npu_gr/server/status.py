@@ -95,7 +95,7 @@ def _slow(kind: Kind[Any, Any], line: AccessLine) -> SlowRequest:
         duration_s=line.duration_s,
         outcome=next((value for value in named if isinstance(value, str)), line.error),
         reason=fields.get("reason"),
-        stages_s=line.stages_s,
+        stages_s=dict(line.stages_s),
     )
 
 

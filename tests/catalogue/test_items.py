@@ -14,14 +14,15 @@ from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 @given(
     ids=st.lists(st.integers(0, 2**62), min_size=1, max_size=50, unique=True),
     asked=st.lists(st.integers(-5, 2**62), max_size=20),
-    dense=st.booleans(),
+    dense_from=st.sampled_from([None, 0, 100_000, 2**62]),
 )
-def test_rows(ids: list[int], asked: list[int], dense: bool) -> None:
-    if dense:
-        ids = [i % 997 for i in ids]
-        ids = list(dict.fromkeys(ids))
+def test_rows(ids: list[int], asked: list[int], dense_from: int | None) -> None:
+    first = dense_from or 0
+    if dense_from is not None:
+        ids = list(dict.fromkeys(first + i % 997 for i in ids))
     vocabulary = ItemVocabulary(np.array(ids, np.int64))
-    questions = np.array([*ids, *asked, 1000, 2**62], np.int64)
+    ends = [min(ids) - 1, max(ids) + 1, -(2**63), 2**63 - 1]
+    questions = np.array([*ids, *asked, *ends, first + 1000, 2**62], np.int64)
     where = {value: row for row, value in enumerate(ids)}
     want = [where.get(int(q), UNKNOWN) for q in questions]
     assert vocabulary.rows(questions).tolist() == want

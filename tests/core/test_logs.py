@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from npu_gr.core import logs
-from npu_gr.core.logs import ATOMIC_BYTES, NewestLines, QueuedHandler, SeldomLog
+from npu_gr.core.logs import ATOMIC_BYTES, NewestLines, QueuedHandler, SeldomLog, log_line
 from npu_gr.core.redact import redacted
 
 
@@ -160,3 +160,39 @@ def test_credentials_are_taken_out() -> None:
     want = '{"url":"redis://***@db:6379/0?password=***&a=b","b":"https://collector/v1","c":"mail@example.org"}'
     assert redacted(text) == want
     assert redacted('"redis://:p@ss@db/0"') == '"redis://***@db/0"'
+
+
+class Line:
+    """Its text is made when it is written."""
+
+    def __str__(self) -> str:
+        return "made late"
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["one handler", "two handlers"])
+def test_a_line_needs_no_record_where_one_handler_gets_it(is_alone: bool) -> None:
+    reader, writer = os.pipe()
+    with logger_to(writer, formats_late=True) as (log, _):
+        log.propagate = False
+        newest = NewestLines()
+        if not is_alone:
+            log.addHandler(newest)
+        made = logging.getLogRecordFactory()
+        num_records = 0
+
+        def count(*args: object, **kwargs: object) -> logging.LogRecord:
+            nonlocal num_records
+            num_records += 1
+            return made(*args, **kwargs)
+
+        logging.setLogRecordFactory(count)
+        try:
+            log_line(log, logging.INFO, Line())
+            log.disabled = True
+            log_line(log, logging.INFO, Line())
+        finally:
+            logging.setLogRecordFactory(made)
+    os.close(writer)
+    assert read_all(reader) == b"made late\n"
+    assert num_records == (0 if is_alone else 1)
+    assert list(newest.lines) == ([] if is_alone else ["made late"])

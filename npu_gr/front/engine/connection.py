@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from npu_gr.core.arrays import I64
+from npu_gr.core.arrays import I64, holds_any
 from npu_gr.core.errors import DeadlineExceeded, NotFound, NpuGrError
 from npu_gr.core.names import is_hashed
 from npu_gr.front import frames
@@ -166,7 +166,7 @@ class WorkerConnection:
             ids: I64 | None = getattr(answer, found.named, None) if found.named else None
             names = titles = None
             if ids is not None and len(ids):
-                if is_hashed(ids).any():
+                if holds_any(is_hashed(ids)):
                     names = tuple(self._service.names.items(ids))
                 if call.wants_titles:
                     titles = tuple(self._service.names.titles(ids))

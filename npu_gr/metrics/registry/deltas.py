@@ -109,6 +109,7 @@ def _children(family: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 def _values(child: Any) -> tuple[float, ...]:
     if isinstance(child, Counter):
         return (child._value.get(),)
+    child.fold()
     return (child._sum.get(), *(bucket.get() for bucket in child._buckets))
 
 

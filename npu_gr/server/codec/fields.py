@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.core.arrays import F32, I16, I64
+from npu_gr.core.arrays import F32, I16, I64, largest, smallest
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey
 from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, item_ids
@@ -183,7 +183,7 @@ def parse_events(
         raise Unprocessable(
             f"{field}: items, actions and timestamps have {len(ids)}, {len(actions)} and {len(times)} entries"
         )
-    if len(times) and (last := int(times.max())) > LAST_S:
+    if len(times) and (last := largest(times)) > LAST_S:
         raise Unprocessable(f"{field}.timestamps: {last} at index {int(times.argmax())} {_unit(last)}")
     given = history.features or {}
     of_event = names.features(version).event.features if given else {}
@@ -232,8 +232,8 @@ def _column(
         except ValueError as error:
             raise Unprocessable(f"{field}: {error}") from None
     array = np.frombuffer(values, dt)
-    if count and int(array.min()) < 0:
-        raise Unprocessable(f"{field}: {int(array.min())} at index {int(array.argmin())} is negative")
+    if count and (least := smallest(array)) < 0:
+        raise Unprocessable(f"{field}: {least} at index {int(array.argmin())} is negative")
     return array
 
 

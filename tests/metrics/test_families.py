@@ -1,0 +1,62 @@
+"""A histogram that sorts its observations later says what Prometheus' own says, whoever observes and reads meanwhile."""
+
+from __future__ import annotations
+
+import threading
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
+
+from npu_gr.metrics.registry.families import KEPT, Families
+
+EDGES = (0.001, 0.01, 1.0)
+
+
+def samples(family: Histogram) -> dict[tuple[str, str], float]:
+    (metric,) = family.collect()
+    return {
+        (sample.name, str(sample.labels)): sample.value
+        for sample in metric.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+@settings(deadline=None, derandomize=True)
+@given(
+    amounts=st.lists(
+        st.one_of(st.sampled_from([*EDGES, 0.0, -1.0, float("inf")]), st.floats(-1.0, 2.0)), max_size=3 * KEPT
+    ),
+    read_after=st.integers(0, 3 * KEPT),
+)
+def test_it_counts_as_prometheus_does(amounts: list[float], read_after: int) -> None:
+    registries = CollectorRegistry(), CollectorRegistry()
+    ours = Families(registries[0]).histogram("took_seconds", "x", EDGES)
+    theirs = Histogram("npu_gr_took_seconds", "x", buckets=EDGES, registry=registries[1])
+    for number, amount in enumerate(amounts):
+        ours.observe(amount)
+        theirs.observe(amount)
+        if number == read_after:
+            assert samples(ours) == samples(theirs)
+    read, wanted = samples(ours), samples(theirs)
+    total = "npu_gr_took_seconds_sum", "{}"
+    assert abs(read.pop(total, 0.0) - wanted.pop(total, 0.0)) < 1e-9 or float("inf") in amounts
+    assert read == wanted
+
+
+def test_nothing_is_lost_between_threads_that_observe_and_one_that_reads() -> None:
+    family = Families(CollectorRegistry()).histogram("took_seconds", "x", EDGES, ("stage",))
+    child = family.labels("rank")
+    num_threads, num_each = 4, 10 * KEPT
+
+    def observe() -> None:
+        for _ in range(num_each):
+            child.observe(0.5)
+
+    threads = [threading.Thread(target=observe) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        child.fold()
+    count = samples(family)["npu_gr_took_seconds_count", "{'stage': 'rank'}"]
+    assert count == num_threads * num_each
