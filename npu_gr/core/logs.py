@@ -124,7 +124,7 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def log_line(logger: logging.Logger, level: int, line: object) -> None:
-    """Log a line; where one `QueuedHandler` is all that gets it, without a record, which takes as long as the request's.
+    """Log a line; where one `QueuedHandler` is all that gets it, without a record, which takes longer than the line.
 
     Args:
         logger: whose line it is.

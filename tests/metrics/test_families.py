@@ -1,4 +1,4 @@
-"""A histogram that sorts its observations later says what Prometheus' own says, whoever observes and reads meanwhile."""
+"""A histogram that sorts its observations later says what Prometheus' own says, whoever reads meanwhile."""
 
 from __future__ import annotations
 
