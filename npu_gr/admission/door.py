@@ -11,6 +11,8 @@
     pace       seconds a request, learnt from departures (`pace.py`)
     turns      classes one after the other by `Kind.priority`, tenants in turn within a class (`turns.py`); whoever
                holds more than its share of the places inside, or of the last slots, goes behind the other tenants
+    full       while several tenants ask, one that fills a pass of the device by itself gets no more places: each of
+               them would stand between the others and the device, and makes the device hardly faster
     in time    now + the work ahead + its own <= arrival + an aim x what it has: its objective, or the caller's budget
                if that is smaller. Whoever joins the queue is looked at again when its turn comes, and every TICK_S
     earned     where tenants share the instance, a tenant may signal about as often as it ranks (`earned.py`)
@@ -22,7 +24,7 @@ classes behind it.
 Invariants:
   D1  a ticket is let in, refused or cancelled: exactly one of the three, once
   D2  `inside` counts the slots that have been let in, have not left, and are not outside
-  D3  nobody waits while the window is open for the first in turn
+  D3  nobody waits while the window is open for the first in turn, but a tenant that is full
 
 Sources: Little's law for the window; CoDel (RFC 8289) for the second aim; adaptive LIFO and CoDel at Facebook ("Fail at
 scale", 2015) for the queue at the door.
@@ -60,6 +62,8 @@ WHY = {
     Refusal.SHARE: "the tenant signals far more than it ranks, and others share the instance",
 }
 _NUM_CLASSES = len(Priority)
+_NONE: Set[str] = frozenset()
+MIXED_S = 1.0  # tenants ask at the same time while the newest two requests of different ones are no older
 TICK_S = 0.004  # between two looks for requests whose turn will come too late
 
 
@@ -311,7 +315,8 @@ class Door:
         if lane.priority == Priority.SIGNAL and self._is_shared() and not self._earned.take(tenant, lane.pace.seconds):
             guest.refuse(Refusal.SHARE)
             return None
-        if not self._config.enabled or (self._nobody_before(lane) and self._has_room(lane, lanes)):
+        may_enter = not self._config.enabled or (self._has_room(lane, lanes) and not self._is_full(tenant))
+        if may_enter and (not self._config.enabled or self._nobody_before(lane)):
             ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
             self._let_in(ticket, lane)
             return ticket
@@ -330,6 +335,8 @@ class Door:
         if self._standing_since_at is None:
             self._standing_since_at = now_at
         self._tick_later()
+        if may_enter:
+            self._serve_next()  # those who wait before it may all be full
         return ticket
 
     def is_late(self, kind: str, arrived_at: float, budget_s: float) -> bool:
@@ -423,6 +430,21 @@ class Door:
         """Whether several tenants have asked of late."""
         return self._config.enabled and self._clock() - self._mixed_at < WANTS_S
 
+    def _is_full(self, tenant: str) -> bool:
+        """Whether a tenant fills a pass by itself while others ask, too."""
+        if not self._inside or not self._is_mixed():
+            return False
+        held = self._tenants.get(name_of(tenant, self._config.tenant_weights, self._tenants))
+        return held is not None and held.inside >= self._most_of(held.name)
+
+    def _is_mixed(self) -> bool:
+        """Whether several tenants ask at the same time."""
+        return self._clock() - self._mixed_at < MIXED_S
+
+    def _most_of(self, name: str) -> float:
+        """Places of a tenant while others ask, too."""
+        return max(1.0, self._least * self._config.tenant_weights.get(name, 1.0))
+
     def _nobody_before(self, lane: _Lane) -> bool:
         return not self._waiting or not any(map(len, self._queues[: lane.priority + 1]))
 
@@ -503,16 +525,23 @@ class Door:
                 self._let_in(ticket, lane)
             else:
                 return
+        if self._waiting:  # all of them are full
+            return
         self._standing_since_at = None
         self.on_room(max(0, int(self._window(self._last)) - self._inside))
 
     def _first(self) -> tuple[Ticket, Turns, list[_Lane]] | None:
         if not self._waiting:
             return None
+        full = _NONE
+        if self._is_mixed():
+            full = {name for name, one in self._tenants.items() if one.inside >= self._most_of(name)}
         for turns, lanes in self._classes:
-            over = self._over_their_share(turns) if len(turns.queues) > 1 else frozenset()
-            if (ticket := turns.head(over)) is not None:
+            over = self._over_their_share(turns) if len(turns.queues) > 1 else _NONE
+            if (ticket := turns.head(over, full)) is not None:
                 return cast("Ticket", ticket), turns, lanes
+            if len(turns):
+                return None  # a class behind it must not take what they may not have
         return None
 
     def _over_their_share(self, turns: Turns) -> Set[str]:

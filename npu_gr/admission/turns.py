@@ -106,16 +106,18 @@ class Turns:
         """The names of the queues in which something waits."""
         return self._tenants.keys()
 
-    def head(self, over: Set[str] = frozenset()) -> Waiting | None:
-        """Say which request goes next; None = nothing waits.
+    def head(self, over: Set[str] = frozenset(), without: Set[str] = frozenset()) -> Waiting | None:
+        """Say which request goes next; None = nothing waits in a queue that may go.
 
         Args:
             over: queues that go behind the others.
+            without: queues that may not go at all.
         """
-        if not self._tenants:
+        may_go = [(name, one) for name, one in self._tenants.items() if name not in without]
+        if not may_go:
             return None
-        within = [tenant for name, tenant in self._tenants.items() if name not in over] if over else None
-        return min(within or self._tenants.values(), key=_virtual_s).heap[0][2]
+        within = [one for name, one in may_go if name not in over]
+        return min(within or [one for _, one in may_go], key=_virtual_s).heap[0][2]
 
     def take(self, waiting: Waiting) -> None:
         """Take the head out, because it is served: its tenant has had its turn."""

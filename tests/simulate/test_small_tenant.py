@@ -60,5 +60,5 @@ def p99_s(hot_clients: int) -> float:
 
 @pytest.mark.parametrize("hot_clients", [16, 64])
 def test_a_small_tenant_waits_for_passes_and_not_for_a_queue(hot_clients: int) -> None:
-    # the pass that runs, then its own; at the door the place that the first one leaves
-    assert p99_s(hot_clients) < p99_s(0) + 2.5 * PASS_S
+    # the pass that runs, and its own with three others; a place is free, since the hot one fills one pass
+    assert p99_s(hot_clients) < p99_s(0) + 1.5 * PASS_S
