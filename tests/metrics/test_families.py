@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram
 
-from npu_gr.metrics.registry.families import KEPT, Families
+from npu_gr.metrics.registry.families import KEPT, Families, QuickHistogram
 
 EDGES = (0.001, 0.01, 1.0)
 
@@ -47,6 +47,7 @@ def test_it_counts_as_prometheus_does(amounts: list[float], read_after: int) -> 
 def test_nothing_is_lost_between_threads_that_observe_and_one_that_reads() -> None:
     family = Families(CollectorRegistry()).histogram("took_seconds", "x", EDGES, ("stage",))
     child = family.labels("rank")
+    assert isinstance(child, QuickHistogram)
     num_threads, num_each = 4, 10 * KEPT
 
     def observe() -> None:
