@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
+from npu_gr.engine.device_threads import SWITCH_S
 from npu_gr.engine.job import Demand, JobOrder, JobStep
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
@@ -76,6 +78,12 @@ async def held(scheduler: Scheduler) -> AsyncIterator[None]:
 async def submitted(scheduler: Scheduler, count: int) -> None:
     while scheduler.depth < count:  # noqa: ASYNC110  (a state, not an event)
         await asyncio.sleep(0)
+
+
+async def test_a_device_thread_asks_a_busy_loop_for_the_interpreter_soon() -> None:
+    sys.setswitchinterval(0.005)
+    async with running():
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
 
 
 async def test_deadline_order_and_batches() -> None:
