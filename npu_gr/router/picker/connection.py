@@ -21,12 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.router.answers import Refused
-from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks, RequestBlock
+from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks
 from npu_gr.router.picker.frames import (
     FIRST_WINDOW_BYTES,
     SETTING,
@@ -44,7 +44,7 @@ from npu_gr.router.picker.frames import (
     unpadded,
     window_update,
 )
-from npu_gr.router.picker.streams import PREFIX_BYTES, CallStatus, PickerCall, PickerStream
+from npu_gr.router.picker.streams import PREFIX, PREFIX_BYTES, CallStatus, PickerCall, PickerStream
 from npu_gr.router.router import Router
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class GrpcConnection(asyncio.Protocol):
         self._pinged_at = 0.0  # since then nothing was heard; 0 = there is no such question
         self._out: list[bytes] = []
         self._is_reading = False  # what is written waits until everything that has arrived is read
-        self._frames = FrameReader()
+        self._frames = FrameReader(self._frame)
         self._last_stream = 0
         self._says_goodbye = False  # GOAWAY is sent
         self._unacknowledged_bytes = 0
@@ -100,11 +100,9 @@ class GrpcConnection(asyncio.Protocol):
         self._is_reading = True
         self._heard_at, self._pinged_at = time.monotonic(), 0.0
         try:
-            for kind, flags, number, payload in self._frames.read(data):
-                self._frame(kind, flags, number, payload)
-                if self._transport is None or self._transport.is_closing():
-                    break
-            self._tell_half_closed()
+            self._frames.feed(data)
+            if self._half_closed:
+                self._tell_half_closed()
         except BrokenHttp2 as error:
             log.debug("a gateway's connection ends: %s", error)
             self._is_reading = False  # what is written after `close` is lost
@@ -113,7 +111,8 @@ class GrpcConnection(asyncio.Protocol):
                 self._transport.close()
         finally:
             self._is_reading = False
-            self._flush()
+            if self._out:
+                self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End all calls."""
@@ -199,15 +198,17 @@ class GrpcConnection(asyncio.Protocol):
         """Forget a stream, and tell its call (G1)."""
         if self._streams.pop(stream.number, None) is None:
             return
-        self._router.kept.give_back(stream.num_counted + stream.num_kept)
-        stream.num_counted = stream.num_kept = 0
+        if stream.num_counted or stream.num_kept:
+            self._router.kept.give_back(stream.num_counted + stream.num_kept)
+            stream.num_counted = stream.num_kept = 0
         call, stream.call = stream.call, None
         if call is not None:
             call.dropped()
 
     # ---- reading
 
-    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> bool:
+        """Do what a frame asks for. False: the connection ends, and nothing more is read."""
         if not self.window.has_settings and (kind != Type.SETTINGS or flags & Flag.ACK):
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "the first frame is no SETTINGS")
         if self._blocks.is_open and kind != Type.CONTINUATION:
@@ -215,9 +216,13 @@ class GrpcConnection(asyncio.Protocol):
         if kind == Type.DATA:
             self._on_data(number, flags, payload)
         elif kind == Type.HEADERS:
-            self._on_block(self._blocks.begin(number, flags, payload))
+            path = self._blocks.begin(number, flags, payload)
+            if path is not None:
+                self._on_block(number, flags, path)
         elif kind == Type.CONTINUATION:
-            self._on_block(self._blocks.go_on(number, flags, payload))
+            path = self._blocks.go_on(number, flags, payload)
+            if path is not None:
+                self._on_block(number, self._blocks.flags, path)
         elif kind == Type.RST_STREAM:
             if len(payload) != U32.size:
                 raise BrokenHttp2(Code.FRAME_SIZE_ERROR, "RST_STREAM has 4 bytes")
@@ -225,7 +230,8 @@ class GrpcConnection(asyncio.Protocol):
                 raise BrokenHttp2(Code.PROTOCOL_ERROR, "RST_STREAM of a stream that never was")
             if (stream := self._streams.get(number)) is not None:
                 self._drop(stream)
-                self._close_if_done()
+                if self._says_goodbye:
+                    self._close_if_done()
         elif kind == Type.SETTINGS:
             self._on_settings(number, flags, payload)
         elif kind == Type.PING:
@@ -238,6 +244,7 @@ class GrpcConnection(asyncio.Protocol):
         elif kind == Type.PUSH_PROMISE:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "callers promise nothing")
         # GOAWAY: the caller opens no more streams. PRIORITY, and what we do not know, mean nothing here.
+        return self._transport is not None and not self._transport.is_closing()
 
     def _on_data(self, number: int, flags: int, payload: bytes) -> None:
         size = len(payload)
@@ -258,19 +265,26 @@ class GrpcConnection(asyncio.Protocol):
         if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES // 2 and not flags & Flag.END_STREAM:
             self.write(window_update(number, stream.unacknowledged_bytes))
             stream.unacknowledged_bytes = 0
-        self._deliver(stream, unpadded(payload, flags))
+        if payload:
+            self._deliver(stream, unpadded(payload, flags) if flags & Flag.PADDED else payload)
         if flags & Flag.END_STREAM:
             self._half_close(stream)
 
     def _deliver(self, stream: PickerStream, data: bytes) -> None:
         """Pass whole messages on; of the one that has begun, count the bytes before they come (G3)."""
-        for message in stream.messages(data):
-            self._router.kept.give_back(stream.num_counted)
-            stream.num_counted = 0
+        size = len(data) - PREFIX_BYTES
+        if not stream.buffer and size >= 0 and PREFIX.unpack_from(data) == (0, size):
+            messages: Iterable[bytes] = (data[PREFIX_BYTES:],)  # the usual case: one frame, one message
+        else:
+            messages = stream.messages(data)
+        for message in messages:
+            if stream.num_counted:
+                self._router.kept.give_back(stream.num_counted)
+                stream.num_counted = 0
             if stream.call is None:
                 return
             stream.call.received(message)
-            if stream.num_pending:
+            if stream.pending:
                 self._keep_pending(stream)
         if stream.call is None or len(stream.buffer) < PREFIX_BYTES or stream.num_counted:
             return
@@ -289,12 +303,12 @@ class GrpcConnection(asyncio.Protocol):
 
     def _keep_pending(self, stream: PickerStream) -> None:
         """Count what waits for the caller's windows (G2)."""
-        if stream.num_pending > 2 * self._max_message_bytes:
+        if len(stream.pending) > 2 * self._max_message_bytes:
             self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
             return
         try:
-            self._router.kept.take(stream.num_pending - stream.num_kept)
-            stream.num_kept = stream.num_pending
+            self._router.kept.take(len(stream.pending) - stream.num_kept)
+            stream.num_kept = len(stream.pending)
         except Refused as error:
             self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, str(error))
 
@@ -316,32 +330,29 @@ class GrpcConnection(asyncio.Protocol):
             if stream.call is not None:
                 stream.call.half_closed()
 
-    def _on_block(self, block: RequestBlock | None) -> None:
-        """Open a stream, or end the caller's side of one. None: the block goes on."""
-        if block is None:
-            return
-        number = block.stream
-        stream = self._streams.get(number)
-        if stream is not None:  # trailers
-            if not block.ends_stream or stream.is_half_closed:
+    def _on_block(self, number: int, flags: int, path: bytes) -> None:
+        """Open a stream, or end the caller's side of one."""
+        if number <= self._last_stream:
+            stream = self._streams.get(number)
+            if stream is None:
+                return  # trailers of a stream that ended here while they were on their way
+            if not flags & Flag.END_STREAM or stream.is_half_closed:
                 raise BrokenHttp2(Code.PROTOCOL_ERROR, "headers in the middle of a stream")
             self._half_close(stream)
             return
-        if number <= self._last_stream:
-            return  # trailers of a stream that ended here while they were on their way
         if not number % 2:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "an even stream belongs to the server")
         self._last_stream = number
         if self._says_goodbye or len(self._streams) >= self._router.config.limits.max_inflight:
             self.write(frame(Type.RST_STREAM, 0, number, U32.pack(Code.REFUSED_STREAM)))
             return
-        stream = PickerStream(self, number, self.window.of_stream)
+        stream = PickerStream(self, number, self.window.of_stream, self._heard_at)
         self._streams[number] = stream
-        stream.call = self._open_call(block.path, stream)
+        stream.call = self._open_call(path, stream)
         if stream.call is None:
-            stream.is_half_closed = block.ends_stream
+            stream.is_half_closed = bool(flags & Flag.END_STREAM)
             stream.end(CallStatus.UNIMPLEMENTED, "there is no such method")
-        elif block.ends_stream:
+        elif flags & Flag.END_STREAM:
             self._half_close(stream)
 
     def _on_settings(self, number: int, flags: int, payload: bytes) -> None:
@@ -371,8 +382,8 @@ class GrpcConnection(asyncio.Protocol):
 
     def _send_waiting(self) -> None:
         for stream in list(self._streams.values()):
-            if stream.num_pending:
+            if stream.pending:
                 stream.flush()
-                sent = max(0, stream.num_kept - stream.num_pending)
+                sent = max(0, stream.num_kept - len(stream.pending))
                 self._router.kept.give_back(sent)
                 stream.num_kept -= sent
