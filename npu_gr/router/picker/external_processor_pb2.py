@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-npu_gr/router/picker/external_processor.proto\x12\x14npu_gr.router.picker\x1a\x1cgoogle/protobuf/struct.proto\"\x8d\x04\n\x11ProcessingRequest\x12<\n\x0frequest_headers\x18\x02 \x01(\x0b\x32!.npu_gr.router.picker.HttpHeadersH\x00\x12=\n\x10response_headers\x18\x03 \x01(\x0b\x32!.npu_gr.router.picker.HttpHeadersH\x00\x12\x36\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x1e.npu_gr.router.picker.HttpBodyH\x00\x12\x37\n\rresponse_body\x18\x05 \x01(\x0b\x32\x1e.npu_gr.router.picker.HttpBodyH\x00\x12>\n\x10request_trailers\x18\x06 \x01(\x0b\x32\".npu_gr.router.picker.HttpTrailersH\x00\x12?\n\x11response_trailers\x18\x07 \x01(\x0b\x32\".npu_gr.router.picker.HttpTrailersH\x00\x12\x38\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x1e.npu_gr.router.picker.Metadata\x12\x44\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32+.npu_gr.router.picker.ProtocolConfigurationB\t\n\x07request\"\x96\x01\n\x15ProtocolConfiguration\x12=\n\x11request_body_mode\x18\x01 \x01(\x0e\x32\".npu_gr.router.picker.BodySendMode\x12>\n\x12response_body_mode\x18\x02 \x01(\x0e\x32\".npu_gr.router.picker.BodySendMode\"V\n\x0bHttpHeaders\x12\x30\n\x07headers\x18\x01 \x01(\x0b\x32\x1f.npu_gr.router.picker.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x0e\n\x0cHttpTrailers\"?\n\tHeaderMap\x12\x32\n\x07headers\x18\x01 \x03(\x0b\x32!.npu_gr.router.picker.HeaderValue\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"\xa7\x01\n\x08Metadata\x12K\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x32.npu_gr.router.picker.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\xde\x04\n\x12ProcessingResponse\x12@\n\x0frequest_headers\x18\x01 \x01(\x0b\x32%.npu_gr.router.picker.HeadersResponseH\x00\x12\x41\n\x10response_headers\x18\x02 \x01(\x0b\x32%.npu_gr.router.picker.HeadersResponseH\x00\x12:\n\x0crequest_body\x18\x03 \x01(\x0b\x32\".npu_gr.router.picker.BodyResponseH\x00\x12;\n\rresponse_body\x18\x04 \x01(\x0b\x32\".npu_gr.router.picker.BodyResponseH\x00\x12\x42\n\x10request_trailers\x18\x05 \x01(\x0b\x32&.npu_gr.router.picker.TrailersResponseH\x00\x12\x43\n\x11response_trailers\x18\x06 \x01(\x0b\x32&.npu_gr.router.picker.TrailersResponseH\x00\x12\x45\n\x12immediate_response\x18\x07 \x01(\x0b\x32\'.npu_gr.router.picker.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12;\n\rmode_override\x18\t \x01(\x0b\x32$.npu_gr.router.picker.ProcessingModeB\n\n\x08response\"I\n\x0fHeadersResponse\x12\x36\n\x08response\x18\x01 \x01(\x0b\x32$.npu_gr.router.picker.CommonResponse\"F\n\x0c\x42odyResponse\x12\x36\n\x08response\x18\x01 \x01(\x0b\x32$.npu_gr.router.picker.CommonResponse\"\x12\n\x10TrailersResponse\"\xa5\x01\n\x0e\x43ommonResponse\x12=\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32$.npu_gr.router.picker.HeaderMutation\x12\x39\n\rbody_mutation\x18\x03 \x01(\x0b\x32\".npu_gr.router.picker.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"N\n\x0eHeaderMutation\x12<\n\x0bset_headers\x18\x01 \x03(\x0b\x32\'.npu_gr.router.picker.HeaderValueOption\"\xff\x01\n\x11HeaderValueOption\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.npu_gr.router.picker.HeaderValue\x12Q\n\rappend_action\x18\x03 \x01(\x0e\x32:.npu_gr.router.picker.HeaderValueOption.HeaderAppendAction\"d\n\x12HeaderAppendAction\x12\x1b\n\x17\x41PPEND_IF_EXISTS_OR_ADD\x10\x00\x12\x11\n\rADD_IF_ABSENT\x10\x01\x12\x1e\n\x1aOVERWRITE_IF_EXISTS_OR_ADD\x10\x02\"U\n\x0c\x42odyMutation\x12\x45\n\x11streamed_response\x18\x03 \x01(\x0b\x32*.npu_gr.router.picker.StreamedBodyResponse\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x9b\x01\n\x11ImmediateResponse\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .npu_gr.router.picker.HttpStatus\x12\x35\n\x07headers\x18\x02 \x01(\x0b\x32$.npu_gr.router.picker.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"O\n\x0eProcessingMode\x12=\n\x11request_body_mode\x18\x03 \x01(\x0e\x32\".npu_gr.router.picker.BodySendMode\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"\xaf\x01\n\x13HealthCheckResponse\x12G\n\x06status\x18\x01 \x01(\x0e\x32\x37.npu_gr.router.picker.HealthCheckResponse.ServingStatus\"O\n\rServingStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0f\n\x0bNOT_SERVING\x10\x02\x12\x13\n\x0fSERVICE_UNKNOWN\x10\x03*d\n\x0c\x42odySendMode\x12\x08\n\x04NONE\x10\x00\x12\x0c\n\x08STREAMED\x10\x01\x12\x0c\n\x08\x42UFFERED\x10\x02\x12\x14\n\x10\x42UFFERED_PARTIAL\x10\x03\x12\x18\n\x14\x46ULL_DUPLEX_STREAMED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n-npu_gr/router/picker/external_processor.proto\x12\x14npu_gr.router.picker\x1a\x1cgoogle/protobuf/struct.proto\"\x8d\x04\n\x11ProcessingRequest\x12<\n\x0frequest_headers\x18\x02 \x01(\x0b\x32!.npu_gr.router.picker.HttpHeadersH\x00\x12=\n\x10response_headers\x18\x03 \x01(\x0b\x32!.npu_gr.router.picker.HttpHeadersH\x00\x12\x36\n\x0crequest_body\x18\x04 \x01(\x0b\x32\x1e.npu_gr.router.picker.HttpBodyH\x00\x12\x37\n\rresponse_body\x18\x05 \x01(\x0b\x32\x1e.npu_gr.router.picker.HttpBodyH\x00\x12>\n\x10request_trailers\x18\x06 \x01(\x0b\x32\".npu_gr.router.picker.HttpTrailersH\x00\x12?\n\x11response_trailers\x18\x07 \x01(\x0b\x32\".npu_gr.router.picker.HttpTrailersH\x00\x12\x38\n\x10metadata_context\x18\x08 \x01(\x0b\x32\x1e.npu_gr.router.picker.Metadata\x12\x44\n\x0fprotocol_config\x18\x0b \x01(\x0b\x32+.npu_gr.router.picker.ProtocolConfigurationB\t\n\x07request\"\x96\x01\n\x15ProtocolConfiguration\x12=\n\x11request_body_mode\x18\x01 \x01(\x0e\x32\".npu_gr.router.picker.BodySendMode\x12>\n\x12response_body_mode\x18\x02 \x01(\x0e\x32\".npu_gr.router.picker.BodySendMode\"V\n\x0bHttpHeaders\x12\x30\n\x07headers\x18\x01 \x01(\x0b\x32\x1f.npu_gr.router.picker.HeaderMap\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\"/\n\x08HttpBody\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x0e\n\x0cHttpTrailers\"\x1c\n\tHeaderMap\x12\x0f\n\x07headers\x18\x01 \x03(\x0c\"<\n\x0bHeaderValue\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x11\n\traw_value\x18\x03 \x01(\x0c\"\xa7\x01\n\x08Metadata\x12K\n\x0f\x66ilter_metadata\x18\x01 \x03(\x0b\x32\x32.npu_gr.router.picker.Metadata.FilterMetadataEntry\x1aN\n\x13\x46ilterMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct:\x02\x38\x01\"\xde\x04\n\x12ProcessingResponse\x12@\n\x0frequest_headers\x18\x01 \x01(\x0b\x32%.npu_gr.router.picker.HeadersResponseH\x00\x12\x41\n\x10response_headers\x18\x02 \x01(\x0b\x32%.npu_gr.router.picker.HeadersResponseH\x00\x12:\n\x0crequest_body\x18\x03 \x01(\x0b\x32\".npu_gr.router.picker.BodyResponseH\x00\x12;\n\rresponse_body\x18\x04 \x01(\x0b\x32\".npu_gr.router.picker.BodyResponseH\x00\x12\x42\n\x10request_trailers\x18\x05 \x01(\x0b\x32&.npu_gr.router.picker.TrailersResponseH\x00\x12\x43\n\x11response_trailers\x18\x06 \x01(\x0b\x32&.npu_gr.router.picker.TrailersResponseH\x00\x12\x45\n\x12immediate_response\x18\x07 \x01(\x0b\x32\'.npu_gr.router.picker.ImmediateResponseH\x00\x12\x31\n\x10\x64ynamic_metadata\x18\x08 \x01(\x0b\x32\x17.google.protobuf.Struct\x12;\n\rmode_override\x18\t \x01(\x0b\x32$.npu_gr.router.picker.ProcessingModeB\n\n\x08response\"I\n\x0fHeadersResponse\x12\x36\n\x08response\x18\x01 \x01(\x0b\x32$.npu_gr.router.picker.CommonResponse\"F\n\x0c\x42odyResponse\x12\x36\n\x08response\x18\x01 \x01(\x0b\x32$.npu_gr.router.picker.CommonResponse\"\x12\n\x10TrailersResponse\"\xa5\x01\n\x0e\x43ommonResponse\x12=\n\x0fheader_mutation\x18\x02 \x01(\x0b\x32$.npu_gr.router.picker.HeaderMutation\x12\x39\n\rbody_mutation\x18\x03 \x01(\x0b\x32\".npu_gr.router.picker.BodyMutation\x12\x19\n\x11\x63lear_route_cache\x18\x05 \x01(\x08\"N\n\x0eHeaderMutation\x12<\n\x0bset_headers\x18\x01 \x03(\x0b\x32\'.npu_gr.router.picker.HeaderValueOption\"\xff\x01\n\x11HeaderValueOption\x12\x31\n\x06header\x18\x01 \x01(\x0b\x32!.npu_gr.router.picker.HeaderValue\x12Q\n\rappend_action\x18\x03 \x01(\x0e\x32:.npu_gr.router.picker.HeaderValueOption.HeaderAppendAction\"d\n\x12HeaderAppendAction\x12\x1b\n\x17\x41PPEND_IF_EXISTS_OR_ADD\x10\x00\x12\x11\n\rADD_IF_ABSENT\x10\x01\x12\x1e\n\x1aOVERWRITE_IF_EXISTS_OR_ADD\x10\x02\"U\n\x0c\x42odyMutation\x12\x45\n\x11streamed_response\x18\x03 \x01(\x0b\x32*.npu_gr.router.picker.StreamedBodyResponse\";\n\x14StreamedBodyResponse\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x02 \x01(\x08\"\x9b\x01\n\x11ImmediateResponse\x12\x30\n\x06status\x18\x01 \x01(\x0b\x32 .npu_gr.router.picker.HttpStatus\x12\x35\n\x07headers\x18\x02 \x01(\x0b\x32$.npu_gr.router.picker.HeaderMutation\x12\x0c\n\x04\x62ody\x18\x03 \x01(\x0c\x12\x0f\n\x07\x64\x65tails\x18\x05 \x01(\t\"\x1a\n\nHttpStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\"O\n\x0eProcessingMode\x12=\n\x11request_body_mode\x18\x03 \x01(\x0e\x32\".npu_gr.router.picker.BodySendMode\"%\n\x12HealthCheckRequest\x12\x0f\n\x07service\x18\x01 \x01(\t\"\xaf\x01\n\x13HealthCheckResponse\x12G\n\x06status\x18\x01 \x01(\x0e\x32\x37.npu_gr.router.picker.HealthCheckResponse.ServingStatus\"O\n\rServingStatus\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0f\n\x0bNOT_SERVING\x10\x02\x12\x13\n\x0fSERVICE_UNKNOWN\x10\x03*d\n\x0c\x42odySendMode\x12\x08\n\x04NONE\x10\x00\x12\x0c\n\x08STREAMED\x10\x01\x12\x0c\n\x08\x42UFFERED\x10\x02\x12\x14\n\x10\x42UFFERED_PARTIAL\x10\x03\x12\x18\n\x14\x46ULL_DUPLEX_STREAMED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_METADATA_FILTERMETADATAENTRY']._loaded_options = None
   _globals['_METADATA_FILTERMETADATAENTRY']._serialized_options = b'8\001'
-  _globals['_BODYSENDMODE']._serialized_start=3146
-  _globals['_BODYSENDMODE']._serialized_end=3246
+  _globals['_BODYSENDMODE']._serialized_start=3111
+  _globals['_BODYSENDMODE']._serialized_end=3211
   _globals['_PROCESSINGREQUEST']._serialized_start=102
   _globals['_PROCESSINGREQUEST']._serialized_end=627
   _globals['_PROTOCOLCONFIGURATION']._serialized_start=630
@@ -47,43 +47,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HTTPTRAILERS']._serialized_start=919
   _globals['_HTTPTRAILERS']._serialized_end=933
   _globals['_HEADERMAP']._serialized_start=935
-  _globals['_HEADERMAP']._serialized_end=998
-  _globals['_HEADERVALUE']._serialized_start=1000
-  _globals['_HEADERVALUE']._serialized_end=1060
-  _globals['_METADATA']._serialized_start=1063
-  _globals['_METADATA']._serialized_end=1230
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=1152
-  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=1230
-  _globals['_PROCESSINGRESPONSE']._serialized_start=1233
-  _globals['_PROCESSINGRESPONSE']._serialized_end=1839
-  _globals['_HEADERSRESPONSE']._serialized_start=1841
-  _globals['_HEADERSRESPONSE']._serialized_end=1914
-  _globals['_BODYRESPONSE']._serialized_start=1916
-  _globals['_BODYRESPONSE']._serialized_end=1986
-  _globals['_TRAILERSRESPONSE']._serialized_start=1988
-  _globals['_TRAILERSRESPONSE']._serialized_end=2006
-  _globals['_COMMONRESPONSE']._serialized_start=2009
-  _globals['_COMMONRESPONSE']._serialized_end=2174
-  _globals['_HEADERMUTATION']._serialized_start=2176
-  _globals['_HEADERMUTATION']._serialized_end=2254
-  _globals['_HEADERVALUEOPTION']._serialized_start=2257
-  _globals['_HEADERVALUEOPTION']._serialized_end=2512
-  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_start=2412
-  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_end=2512
-  _globals['_BODYMUTATION']._serialized_start=2514
-  _globals['_BODYMUTATION']._serialized_end=2599
-  _globals['_STREAMEDBODYRESPONSE']._serialized_start=2601
-  _globals['_STREAMEDBODYRESPONSE']._serialized_end=2660
-  _globals['_IMMEDIATERESPONSE']._serialized_start=2663
-  _globals['_IMMEDIATERESPONSE']._serialized_end=2818
-  _globals['_HTTPSTATUS']._serialized_start=2820
-  _globals['_HTTPSTATUS']._serialized_end=2846
-  _globals['_PROCESSINGMODE']._serialized_start=2848
-  _globals['_PROCESSINGMODE']._serialized_end=2927
-  _globals['_HEALTHCHECKREQUEST']._serialized_start=2929
-  _globals['_HEALTHCHECKREQUEST']._serialized_end=2966
-  _globals['_HEALTHCHECKRESPONSE']._serialized_start=2969
-  _globals['_HEALTHCHECKRESPONSE']._serialized_end=3144
-  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_start=3065
-  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_end=3144
+  _globals['_HEADERMAP']._serialized_end=963
+  _globals['_HEADERVALUE']._serialized_start=965
+  _globals['_HEADERVALUE']._serialized_end=1025
+  _globals['_METADATA']._serialized_start=1028
+  _globals['_METADATA']._serialized_end=1195
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_start=1117
+  _globals['_METADATA_FILTERMETADATAENTRY']._serialized_end=1195
+  _globals['_PROCESSINGRESPONSE']._serialized_start=1198
+  _globals['_PROCESSINGRESPONSE']._serialized_end=1804
+  _globals['_HEADERSRESPONSE']._serialized_start=1806
+  _globals['_HEADERSRESPONSE']._serialized_end=1879
+  _globals['_BODYRESPONSE']._serialized_start=1881
+  _globals['_BODYRESPONSE']._serialized_end=1951
+  _globals['_TRAILERSRESPONSE']._serialized_start=1953
+  _globals['_TRAILERSRESPONSE']._serialized_end=1971
+  _globals['_COMMONRESPONSE']._serialized_start=1974
+  _globals['_COMMONRESPONSE']._serialized_end=2139
+  _globals['_HEADERMUTATION']._serialized_start=2141
+  _globals['_HEADERMUTATION']._serialized_end=2219
+  _globals['_HEADERVALUEOPTION']._serialized_start=2222
+  _globals['_HEADERVALUEOPTION']._serialized_end=2477
+  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_start=2377
+  _globals['_HEADERVALUEOPTION_HEADERAPPENDACTION']._serialized_end=2477
+  _globals['_BODYMUTATION']._serialized_start=2479
+  _globals['_BODYMUTATION']._serialized_end=2564
+  _globals['_STREAMEDBODYRESPONSE']._serialized_start=2566
+  _globals['_STREAMEDBODYRESPONSE']._serialized_end=2625
+  _globals['_IMMEDIATERESPONSE']._serialized_start=2628
+  _globals['_IMMEDIATERESPONSE']._serialized_end=2783
+  _globals['_HTTPSTATUS']._serialized_start=2785
+  _globals['_HTTPSTATUS']._serialized_end=2811
+  _globals['_PROCESSINGMODE']._serialized_start=2813
+  _globals['_PROCESSINGMODE']._serialized_end=2892
+  _globals['_HEALTHCHECKREQUEST']._serialized_start=2894
+  _globals['_HEALTHCHECKREQUEST']._serialized_end=2931
+  _globals['_HEALTHCHECKRESPONSE']._serialized_start=2934
+  _globals['_HEALTHCHECKRESPONSE']._serialized_end=3109
+  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_start=3030
+  _globals['_HEALTHCHECKRESPONSE_SERVINGSTATUS']._serialized_end=3109
 # @@protoc_insertion_point(module_scope)

@@ -79,6 +79,8 @@ def streamed(chunk: bytes, is_last: bool, is_answer: bool) -> Iterable[bytes]:
 
 def subset(metadata: pb.Metadata) -> set[str] | None:
     """Return the endpoints from which the gateway lets the picker choose; None: all of them."""
+    if SUBSET_SPACE not in metadata.filter_metadata:
+        return None
     value = _entry(metadata, SUBSET_SPACE, SUBSET)
     if value is None:
         return None

@@ -82,7 +82,8 @@ def headers(
 
 
 def header_map(pairs: list[tuple[str, str]]) -> pb.HeaderMap:
-    return pb.HeaderMap(headers=[pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in pairs])
+    values = (pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in pairs)
+    return pb.HeaderMap(headers=[one.SerializeToString() for one in values])
 
 
 def chunk(data: bytes, ends: bool = False) -> pb.ProcessingRequest:
