@@ -9,6 +9,7 @@ from npu_gr.router.picker.frames import BrokenHttp2, Code, Flag, unpadded
 MAX_BLOCK_BYTES = 16_384  # decoding the worst ones takes 10 ms
 _PRIORITY_BYTES = 5
 _MAX_KNOWN = 64
+_WHOLE = Flag.END_HEADERS
 _SHAPE = Flag.END_HEADERS | Flag.PADDED | Flag.PRIORITY  # how a block lies in its frames
 
 
@@ -36,7 +37,7 @@ class HeaderBlocks:
         Raises:
             BrokenHttp2: the headers cannot be read.
         """
-        if flags & _SHAPE == Flag.END_HEADERS:  # the usual case: the payload is the block
+        if flags & _SHAPE == _WHOLE:  # the usual case: the payload is the block
             path = self._paths.get(payload)
             return self._path(payload) if path is None else path
         payload = unpadded(payload, flags)

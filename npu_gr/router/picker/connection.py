@@ -53,7 +53,10 @@ OpenCall = Callable[[bytes, PickerStream], PickerCall | None]
 
 STREAM_WINDOW_BYTES = 1 << 20  # that a caller may send of one call before we say that it may go on
 _CONNECTION_WINDOW_BYTES = 1 << 24
+_STREAM_UPDATE_BYTES, _CONNECTION_UPDATE_BYTES = STREAM_WINDOW_BYTES // 2, _CONNECTION_WINDOW_BYTES // 2
 _MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
+_DATA, _HEADERS, _RST_STREAM = Type.DATA, Type.HEADERS, Type.RST_STREAM  # a class's member costs more than a name
+_END_STREAM = Flag.END_STREAM
 _MAX_BUDGETS = 2  # of `max_budget_s`, that a call may last: a gateway that forgets its calls holds no places
 
 
@@ -213,18 +216,14 @@ class GrpcConnection(asyncio.Protocol):
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "the first frame is no SETTINGS")
         if self._blocks.is_open and kind != Type.CONTINUATION:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "a frame inside a block of headers")
-        if kind == Type.DATA:
+        if kind == _DATA:
             self._on_data(number, flags, payload)
-        elif kind == Type.HEADERS:
+        elif kind == _HEADERS:
             path = self._blocks.begin(number, flags, payload)
             if path is not None:
                 self._on_block(number, flags, path)
-        elif kind == Type.CONTINUATION:
-            path = self._blocks.go_on(number, flags, payload)
-            if path is not None:
-                self._on_block(number, self._blocks.flags, path)
-        elif kind == Type.RST_STREAM:
-            if len(payload) != U32.size:
+        elif kind == _RST_STREAM:
+            if len(payload) != 4:
                 raise BrokenHttp2(Code.FRAME_SIZE_ERROR, "RST_STREAM has 4 bytes")
             if number > self._last_stream or not number:
                 raise BrokenHttp2(Code.PROTOCOL_ERROR, "RST_STREAM of a stream that never was")
@@ -232,6 +231,10 @@ class GrpcConnection(asyncio.Protocol):
                 self._drop(stream)
                 if self._says_goodbye:
                     self._close_if_done()
+        elif kind == Type.CONTINUATION:
+            path = self._blocks.go_on(number, flags, payload)
+            if path is not None:
+                self._on_block(number, self._blocks.flags, path)
         elif kind == Type.SETTINGS:
             self._on_settings(number, flags, payload)
         elif kind == Type.PING:
@@ -249,7 +252,7 @@ class GrpcConnection(asyncio.Protocol):
     def _on_data(self, number: int, flags: int, payload: bytes) -> None:
         size = len(payload)
         self._unacknowledged_bytes += size
-        if self._unacknowledged_bytes > _CONNECTION_WINDOW_BYTES // 2:
+        if self._unacknowledged_bytes > _CONNECTION_UPDATE_BYTES:
             self.write(window_update(0, self._unacknowledged_bytes))
             self._unacknowledged_bytes = 0
         stream = self._streams.get(number)
@@ -262,12 +265,12 @@ class GrpcConnection(asyncio.Protocol):
         stream.unacknowledged_bytes += size
         if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES:
             raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "DATA over the window of a stream")
-        if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES // 2 and not flags & Flag.END_STREAM:
+        if stream.unacknowledged_bytes > _STREAM_UPDATE_BYTES and not flags & _END_STREAM:
             self.write(window_update(number, stream.unacknowledged_bytes))
             stream.unacknowledged_bytes = 0
         if payload:
             self._deliver(stream, unpadded(payload, flags) if flags & Flag.PADDED else payload)
-        if flags & Flag.END_STREAM:
+        if flags & _END_STREAM:
             self._half_close(stream)
 
     def _deliver(self, stream: PickerStream, data: bytes) -> None:

@@ -83,7 +83,7 @@ def pairs_of(headers: Iterable[bytes], names: Collection[bytes]) -> list[tuple[b
     """Read the headers that have one of these names, in their order.
 
     Raises:
-        DecodeError: a header is none.
+        DecodeError: a header is none. One whose name is no UTF-8 may be passed over instead.
     """
     pairs = []
     for one in headers:

@@ -42,7 +42,7 @@ from npu_gr.router.routes import READINESS, UNKNOWN, Handling, route_of
 
 # Names of members: in Python 3.11 `Handling.FOLLOW` costs four times as much.
 _FOLLOW, _OWN, _EVERYWHERE = Handling.FOLLOW, Handling.OWN, Handling.EVERYWHERE
-_BY_USER = (Handling.SIGNAL, Handling.FOLLOW, Handling.ONCE)
+_BY_USER = (Handling.FOLLOW, Handling.SIGNAL, Handling.ONCE)
 _PLACED = (*_BY_USER, Handling.BY_LOAD)
 _HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)  # modes in which the choice may wait for the whole body
 _FAILURES = (502, 503)
@@ -156,10 +156,10 @@ class Pick:
     def _on_headers(self, request: pb.ProcessingRequest) -> None:
         if self.phase != PickPhase.BEGUN:
             raise Refused(400, "headers: given twice")
-        modes, given = request.protocol_config, request.request_headers
-        self._mode, self._answer_mode = modes.request_body_mode, modes.response_body_mode
-        if request.HasField("metadata_context"):
-            self._subset = messages.subset(request.metadata_context)
+        self._mode, self._answer_mode = messages.modes(request.protocol_config)
+        metadata, given = request.metadata_context, request.request_headers
+        if metadata:
+            self._subset = messages.subset(metadata)
         router, shared = self._router, self._shared
         self._head = head = head_of(given.headers, shared.names, router, self._stream.began_at)
         self._route = route = route_of(head.method, head.path)
