@@ -59,7 +59,7 @@ class Access:
 
     def admit(self, head: RequestHead, route: Route) -> None:
         """Check that a request may be made, and find out whose it is: `check_key`, then `name`."""
-        self.name(head, route, self.check_key(head, route))
+        self.name(head, route, self.check_key(head, route) if self.ring.has_keys else None)
 
     def check_key(self, head: RequestHead, route: Route) -> Key | None:
         """Check that a request may be made; None: its route needs no key.
