@@ -54,7 +54,7 @@ def head_of(headers: pb.HeaderMap, names: Collection[bytes], router: Router, beg
     """
     head = RequestHead(began_at)
     limits = router.config.limits
-    given = list(headers.headers)
+    given = headers.headers[:]  # going through them ends in an IndexError, with a message
     head.num_bytes = sum(map(len, given))
     if head.num_bytes > limits.max_header_bytes or len(given) > limits.max_headers:
         raise too_many_headers(limits)
@@ -75,7 +75,7 @@ def head_of(headers: pb.HeaderMap, names: Collection[bytes], router: Router, beg
 
 def status_of(headers: pb.HeaderMap) -> int:
     """Read the status of an answer; 0 where there is none."""
-    _, text = next(iter(pairs_of(headers.headers, _OF_THE_STATUS_LINE)), (b"", b""))
+    _, text = next(iter(pairs_of(headers.headers[:], _OF_THE_STATUS_LINE)), (b"", b""))
     return int(text) if text.isdigit() else 0
 
 
