@@ -56,7 +56,7 @@ _CONNECTION_WINDOW_BYTES = 1 << 24
 _STREAM_UPDATE_BYTES, _CONNECTION_UPDATE_BYTES = STREAM_WINDOW_BYTES // 2, _CONNECTION_WINDOW_BYTES // 2
 _MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
 _DATA, _HEADERS, _RST_STREAM = Type.DATA, Type.HEADERS, Type.RST_STREAM  # a class's member costs more than a name
-_END_STREAM = Flag.END_STREAM
+_END_STREAM, _PADDED = Flag.END_STREAM, Flag.PADDED
 _MAX_BUDGETS = 2  # of `max_budget_s`, that a call may last: a gateway that forgets its calls holds no places
 
 
@@ -268,8 +268,10 @@ class GrpcConnection(asyncio.Protocol):
         if stream.unacknowledged_bytes > _STREAM_UPDATE_BYTES and not flags & _END_STREAM:
             self.write(window_update(number, stream.unacknowledged_bytes))
             stream.unacknowledged_bytes = 0
+        if flags & _PADDED:
+            payload = unpadded(payload, flags)
         if payload:
-            self._deliver(stream, unpadded(payload, flags) if flags & Flag.PADDED else payload)
+            self._deliver(stream, payload)
         if flags & _END_STREAM:
             self._half_close(stream)
 
