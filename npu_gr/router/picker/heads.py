@@ -54,7 +54,7 @@ def head_of(headers: pb.HeaderMap, names: Collection[bytes], router: Router, beg
     """
     head = RequestHead(began_at)
     limits = router.config.limits
-    given = headers.headers[:]  # going through them ends in an IndexError, with a message
+    given = headers.headers[:]  # as `list` of them, which takes twice as long: it ends in an exception
     head.num_bytes = sum(map(len, given))
     if head.num_bytes > limits.max_header_bytes or len(given) > limits.max_headers:
         raise too_many_headers(limits)
