@@ -34,7 +34,9 @@ from npu_gr.router.watcher import Watcher
 
 _SWEEP_S = 1.0
 # Names of members: in Python 3.11 `Handling.FOLLOW` costs four times as much.
-_SIGNAL, _FOLLOW, _BY_LOAD = Handling.SIGNAL, Handling.FOLLOW, Handling.BY_LOAD
+_SIGNAL = Handling.SIGNAL
+_FOLLOW = Handling.FOLLOW
+_BY_LOAD = Handling.BY_LOAD
 
 
 class Router:

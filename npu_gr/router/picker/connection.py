@@ -53,10 +53,14 @@ OpenCall = Callable[[bytes, PickerStream], PickerCall | None]
 
 STREAM_WINDOW_BYTES = 1 << 20  # that a caller may send of one call before we say that it may go on
 _CONNECTION_WINDOW_BYTES = 1 << 24
-_STREAM_UPDATE_BYTES, _CONNECTION_UPDATE_BYTES = STREAM_WINDOW_BYTES // 2, _CONNECTION_WINDOW_BYTES // 2
+_STREAM_UPDATE_BYTES = STREAM_WINDOW_BYTES // 2
+_CONNECTION_UPDATE_BYTES = _CONNECTION_WINDOW_BYTES // 2
 _MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
-_DATA, _HEADERS, _RST_STREAM = Type.DATA, Type.HEADERS, Type.RST_STREAM  # a class's member costs more than a name
-_END_STREAM, _PADDED = Flag.END_STREAM, Flag.PADDED
+_DATA = Type.DATA  # a member of a class costs more than a name
+_HEADERS = Type.HEADERS
+_RST_STREAM = Type.RST_STREAM
+_END_STREAM = Flag.END_STREAM
+_PADDED = Flag.PADDED
 _MAX_BUDGETS = 2  # of `max_budget_s`, that a call may last: a gateway that forgets its calls holds no places
 
 

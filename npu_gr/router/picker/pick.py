@@ -41,7 +41,9 @@ from npu_gr.router.router import Router
 from npu_gr.router.routes import READINESS, UNKNOWN, Handling, route_of
 
 # Names of members: in Python 3.11 `Handling.FOLLOW` costs four times as much.
-_FOLLOW, _OWN, _EVERYWHERE = Handling.FOLLOW, Handling.OWN, Handling.EVERYWHERE
+_FOLLOW = Handling.FOLLOW
+_OWN = Handling.OWN
+_EVERYWHERE = Handling.EVERYWHERE
 _BY_USER = (Handling.FOLLOW, Handling.SIGNAL, Handling.ONCE)
 _PLACED = (*_BY_USER, Handling.BY_LOAD)
 _HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)  # modes in which the choice may wait for the whole body
