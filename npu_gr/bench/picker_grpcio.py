@@ -8,6 +8,7 @@ Serves at `picker.port` of a router's configuration until the process is ended.
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +21,7 @@ import uvloop
 from npu_gr.router.config import RouterConfig, load
 from npu_gr.router.picker import external_processor_pb2 as pb
 from npu_gr.router.picker.addresses import Addresses
-from npu_gr.router.picker.heads import names_read
-from npu_gr.router.picker.pick import Pick
+from npu_gr.router.picker.pick import Pick, Picks
 from npu_gr.router.picker.streams import CallStatus
 from npu_gr.router.run import listening
 
@@ -33,6 +33,7 @@ class _Outbox:
     """Keeps what a pick sends, as its stream."""
 
     def __init__(self) -> None:
+        self.began_at = time.monotonic()
         self._messages: list[bytes] = []
         self.is_over = False
 
@@ -47,13 +48,13 @@ class _Outbox:
         return messages
 
 
-Picks = Callable[[_Outbox], Pick]
+MakePick = Callable[[_Outbox], Pick]
 
 
 class _Aio:
     """The call on grpcio's event loop."""
 
-    def __init__(self, picks: Picks) -> None:
+    def __init__(self, picks: MakePick) -> None:
         self._picks = picks
 
     async def process(self, _: Any, context: Any) -> None:
@@ -74,7 +75,7 @@ class _Aio:
 class _Threads:
     """The call on a pool of threads. One of them is at the router's state at a time."""
 
-    def __init__(self, picks: Picks) -> None:
+    def __init__(self, picks: MakePick) -> None:
         self._picks = picks
         self._lock = threading.Lock()
 
@@ -109,10 +110,10 @@ async def main(config: RouterConfig, how: str) -> None:
     """Serve until the process is ended."""
     assert config.picker is not None
     async with listening(msgspec.structs.replace(config, picker=None)) as (router, _, _):
-        addresses, names = Addresses(config, router.members), names_read(config)
+        shared = Picks(router, Addresses(config, router.members))
 
         def picks(outbox: _Outbox) -> Pick:
-            return Pick(router, addresses, names, outbox)  # type: ignore[arg-type]  # it has all that a pick uses
+            return Pick(shared, outbox)  # type: ignore[arg-type]  # it has all that a pick uses
 
         server: Any
         if how == "aio":

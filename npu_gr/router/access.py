@@ -15,6 +15,7 @@ from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.request import RequestHead
 from npu_gr.router.routes import Handling, Route
 
+_EVERYWHERE = Handling.EVERYWHERE
 _ERASED_PREFIX = ERASE.path.partition("{")[0].encode()
 MAX_NAME_BYTES = 512  # of a user or a tenant: instances take 128 characters
 
@@ -58,7 +59,7 @@ class Access:
 
     def admit(self, head: RequestHead, route: Route) -> None:
         """Check that a request may be made, and find out whose it is: `check_key`, then `name`."""
-        self.name(head, route, self.check_key(head, route))
+        self.name(head, route, self.check_key(head, route) if self.ring.has_keys else None)
 
     def check_key(self, head: RequestHead, route: Route) -> Key | None:
         """Check that a request may be made; None: its route needs no key.
@@ -80,23 +81,24 @@ class Access:
             BadRequest: the name of a user or tenant is too long.
         """
         seen = head.seen
-        if route.handling is Handling.EVERYWHERE:
+        if route.handling is _EVERYWHERE:
             user, tenant = _named_in_target(head.target)
         else:
-            user = _unquoted(seen.get(self._user_header, b""))
-            tenant = _unquoted(seen.get(self._tenant_header, b""))
+            user, tenant = seen.get(self._user_header, b""), seen.get(self._tenant_header, b"")
+            if b"%" in user:
+                user = _unquoted(user)
+            if b"%" in tenant:
+                tenant = _unquoted(tenant)
         if key is not None:
             named = tenant.decode(errors="surrogateescape")
             tenant = self.ring.tenant_of(key, named).encode(errors="surrogateescape")
         if len(user) > MAX_NAME_BYTES or len(tenant) > MAX_NAME_BYTES:
             raise BadRequest(f"user, tenant: {max(len(user), len(tenant))} bytes, limit {MAX_NAME_BYTES}")
-        head.user = placed_by(tenant, user) if user else b""
+        head.user = placed_by(tenant, user) if user and tenant else user
 
 
 def _unquoted(name: bytes) -> bytes:
     """Read a name from a header: clients quote what a header cannot hold, as a path does, or send the rest as it is."""
-    if b"%" not in name:
-        return name
     plain = unquote_to_bytes(name)
     return name if b"\0" in plain else plain
 

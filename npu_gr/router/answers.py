@@ -111,10 +111,11 @@ class ForwardedAnswer:
         """Add a piece of the body."""
         self._out.append(b"%x\r\n%s\r\n" % (len(data), data) if self._is_chunked else data)
 
-    def end(self) -> None:
-        """Add the body's end."""
+    def end(self) -> bytes:
+        """Add the body's end, and take the rest."""
         if self._is_chunked:
             self._out.append(b"0\r\n\r\n")
+        return b"".join(self._out)
 
     def take(self) -> bytes:
         """Everything that was added since the last call."""

@@ -149,7 +149,11 @@ class Attempt:
         body.rewind()
         head = request.head.encode(body, request.deadline_at - self._sent_at)
         upstream.send(self, head, [] if body.is_chunked else body.pieces)
-        self.send_more()
+        if body.is_chunked:
+            self.send_more()
+        else:  # it went with the head
+            body.is_sent = True
+            request.sent()
 
     def send_more(self) -> None:
         """Send the part of the body that has arrived since the last call."""
@@ -222,19 +226,20 @@ class Attempt:
 
     def answer_done(self) -> None:
         """End the answer, and keep the connection for the next request if that is safe."""
-        answer = self._answer
+        answer, request = self._answer, self._request
         if answer is None:
             return
-        answer.end()
-        self.answer_flush()
+        rest = answer.end()
+        if rest:
+            request.client.write(rest)
         upstream = self._upstream
         self._upstream = None
         if upstream is not None:
             # A body that was not sent to its end would be continued by the next request's first bytes.
-            upstream.release(is_in_step=self._request.body.is_sent)
+            upstream.release(is_in_step=request.body.is_sent)
         added_s = self._sent_at - self.began_at + time.monotonic() - self._head_at
-        self._router.metrics.added_s.observe(added_s, self._request.handling)
-        self._request.answered(answer.status, answer.closes)
+        self._router.metrics.added_s.observe(added_s, request.handling)
+        request.answered(answer.status, answer.closes)
 
     def answer_flush(self) -> None:
         """Write to the client what has arrived."""

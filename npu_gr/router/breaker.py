@@ -80,6 +80,10 @@ class Breaker:
         """Whether the instance gets no requests at all."""
         return now_at < self._open_until_at
 
+    def is_closed(self, now_at: float) -> bool:
+        """Whether the instance gets all of its users: `share` is 1."""
+        return now_at >= self._returned_at
+
     def share(self, now_at: float) -> float:
         """The share of its users that the instance gets: 0 while open, then growing linearly to 1."""
         if now_at < self._open_until_at:

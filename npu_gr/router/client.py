@@ -141,7 +141,8 @@ class ClientConnection(asyncio.Protocol):
             self.end()
             return
         self._idle_since_at = time.monotonic()
-        self.pause(False)
+        if self._is_reading_paused:
+            self.pause(False)
         if self._exchanges:
             self._exchanges[0].push()
 

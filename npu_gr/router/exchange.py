@@ -46,7 +46,7 @@ from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router
 from npu_gr.router.routes import Handling, route_of
 
-# Tuples of members, not comparisons with each: in Python 3.11 `Handling.FOLLOW` costs four times as much as a name.
+# Names and tuples of members, here and below: in Python 3.11 `Handling.FOLLOW` costs four times as much as a name.
 _AT_ONE_INSTANCE = (Handling.FOLLOW, Handling.SIGNAL, Handling.ONCE, Handling.BY_LOAD)
 _HEDGED = (Handling.FOLLOW, Handling.SIGNAL)
 _MAX_TRIES = 2
@@ -67,8 +67,9 @@ class Phase(Enum):
     OVER = auto()
 
 
-_NOT_STARTED = (Phase.QUEUED, Phase.WAITING)
-_IN_FLIGHT = (Phase.AT_INSTANCE, Phase.ERASING, Phase.ANSWERING)
+_QUEUED, _WAITING, _AT_INSTANCE, _ERASING, _ANSWERING, _OVER = Phase
+_NOT_STARTED = (_QUEUED, _WAITING)
+_IN_FLIGHT = (_AT_INSTANCE, _ERASING, _ANSWERING)
 
 
 class Exchange:
@@ -93,7 +94,7 @@ class Exchange:
     )
 
     def __init__(self, router: Router, client: Downstream, head: RequestHead) -> None:
-        self.phase = Phase.QUEUED
+        self.phase = _QUEUED
         self.head = head
         self.body = RequestBody(router.kept)
         self.client = client
@@ -119,7 +120,7 @@ class Exchange:
     @property
     def is_last(self) -> bool:
         """Whether the client's connection is closed after the answer."""
-        return not self.head.keeps_alive or self._router.is_leaving or not self.body.is_whole
+        return not self.head.keeps_alive or not self.body.is_whole or self._router.is_leaving
 
     # ---- from the client
 
@@ -148,20 +149,20 @@ class Exchange:
     def push(self) -> None:
         """Do what can be done: it is the request's turn, or more of its body has come."""
         phase = self.phase
-        if phase is Phase.OVER:
+        if phase is _OVER:
             return
         if self._error is not None:
             if time.monotonic() < self._held_until_at:
-                self.phase = Phase.WAITING
+                self.phase = _WAITING
                 self.client.wake(self._held_until_at)
             else:
                 self.fail(self._error)
         elif phase in _NOT_STARTED:
-            self.phase = Phase.WAITING
+            self.phase = _WAITING
             is_enough = self.body.is_whole or self.body.num_bytes > self._router.config.limits.stream_over_bytes
             if is_enough or self.handling not in _AT_ONE_INSTANCE:
                 self._start()
-        elif phase is Phase.AT_INSTANCE:
+        elif phase is _AT_INSTANCE:
             for attempt in self._attempts:
                 attempt.send_more()
 
@@ -177,7 +178,7 @@ class Exchange:
 
     def cancel(self) -> None:
         """End the request, and the instance's work for it: the client has left."""
-        if self.phase is not Phase.OVER:
+        if self.phase is not _OVER:
             self._router.metrics.cancelled.add(self.handling)
             self._end(_CLIENT_LEFT)
 
@@ -188,11 +189,11 @@ class Exchange:
         try:
             if self.handling in _AT_ONE_INSTANCE:
                 self._router.begin()
-                self.phase = Phase.AT_INSTANCE
+                self.phase = _AT_INSTANCE
                 self._try(*self._router.place(self.head, self.handling, self._tried))
             elif self.handling is Handling.EVERYWHERE:
                 self._router.begin()
-                self.phase = Phase.ERASING
+                self.phase = _ERASING
                 self._erasing = asyncio.get_running_loop().create_task(self._erase())
             elif self.handling is Handling.OWN:
                 self._reply(200, self._router.own_answer(self.head.path, self.is_last))
@@ -274,7 +275,7 @@ class Exchange:
 
     def answering(self, attempt: Attempt) -> None:
         """Pass this attempt's answer on and drop the other one: from now on an error can only cut the connection."""
-        self.phase = Phase.ANSWERING
+        self.phase = _ANSWERING
         self._hedge_at = NEVER
         self.body.close()
         if len(self._tried) > 1:
@@ -296,7 +297,7 @@ class Exchange:
 
     def fail(self, error: NpuGrError) -> None:
         """End the request with an error; if half an answer is out, only a cut connection can tell the client."""
-        if self.phase is Phase.ANSWERING:
+        if self.phase is _ANSWERING:
             self._end(error.status)
             self.client.abort()
         else:
@@ -310,16 +311,16 @@ class Exchange:
         Returns:
             The next instant at which something will be, of the monotonic clock.
         """
-        if self.phase is Phase.OVER:
+        if self.phase is _OVER:
             return NEVER
         if self._error is not None:
-            if self.phase is Phase.WAITING:
+            if self.phase is _WAITING:
                 self.push()
             return NEVER
         if now_at >= self.deadline_at:
             self._deadline_passed()
             return NEVER
-        if now_at >= self._hedge_at and self.phase is Phase.AT_INSTANCE:
+        if now_at >= self._hedge_at and self.phase is _AT_INSTANCE:
             self._hedge(now_at)
         return min(self.deadline_at, self._hedge_at)
 
@@ -331,7 +332,7 @@ class Exchange:
             self._error = self._error or DeadlineExceeded("no answer within the time budget")
             for attempt in self._attempts:
                 attempt.blame("timeout")
-        if self.phase is not Phase.QUEUED:
+        if self.phase is not _QUEUED:
             self.push()
 
     # ---- the end
@@ -350,6 +351,7 @@ class Exchange:
             self._erasing = None
         if self.phase in _IN_FLIGHT:
             self._router.in_flight -= 1
-        self.phase = Phase.OVER
-        self.body.close()
+        self.phase = _OVER
+        if not self.body.is_closed:
+            self.body.close()
         self._router.finished(self.handling, status, time.monotonic() - self.head.began_at)

@@ -38,6 +38,9 @@ class Health(StrEnum):
     DOWN = "down"
 
 
+_UP = Health.UP  # in Python 3.11 a member's own name costs several times as much
+
+
 class Check(StrEnum):
     """The result of one health check."""
 
@@ -91,6 +94,12 @@ class InstanceState:
         is_leaving = self.is_drained or self.health is Health.DRAINING
         is_there = self.health in (Health.UP, Health.DRAINING) and not (is_leaving and now_at >= self._drained_at)
         return is_there and not self.breaker.is_open(now_at)
+
+    def takes_every_rank(self, now_at: float) -> bool:
+        """Whether it takes ranks of all of its users, and has room for one more."""
+        is_well = self.health is _UP and not self.is_drained
+        has_room = self.in_flight < self._max_in_flight
+        return has_room and (is_well or self.takes_ranks(now_at)) and self.breaker.is_closed(now_at)
 
     def is_suspect(self, now_at: float) -> bool:
         """Whether it is out only because it does not answer, or fails: an overload looks like that as well.

@@ -57,6 +57,7 @@ class Members:
         self._random = random.Random(seed)  # noqa: S311  (load)
         self.instances: dict[str, InstanceState] = {}
         self.ring = Ring(())
+        self._homes: dict[str, Choice] = {}  # name of an instance -> the choice of the owner
         self._signalled: dict[bytes, tuple[str, float]] = {}  # user -> (instance, expires_at), oldest first
         self._on_open: Callable[[str, str], None] = lambda _name, _why: None
 
@@ -81,6 +82,7 @@ class Members:
             else:
                 self.instances[config.name] = InstanceState(config, self._config, is_new)
         self.ring = ring
+        self._homes = {name: Choice(one, How.HOME) for name, one in self.instances.items()}
         kept_ids = set(map(id, self.instances.values()))
         return [instance for instance in before.values() if id(instance) not in kept_ids]
 
@@ -129,16 +131,16 @@ class Members:
             Unavailable: no instance is left.
             Overloaded: all that are left are at their limits.
         """
-        names = (brought.instance, self._signalled_to(user, now_at)) if brought else (self._signalled_to(user, now_at),)
-        for name in names:
-            instance = self.instances.get(name) if name is not None and name not in tried else None
-            if instance is not None and self._takes(instance, now_at, InstanceState.takes_ranks) and instance.has_room:
-                return Choice(instance, How.SIGNAL)
+        if brought is not None or user in self._signalled:
+            for name in (brought.instance if brought is not None else None, self._signalled_to(user, now_at)):
+                one = self.instances.get(name) if name is not None and name not in tried else None
+                if one is not None and self._takes(one, now_at, InstanceState.takes_ranks) and one.has_room:
+                    return Choice(one, How.SIGNAL)
         owner = self.ring.owner_or_none(user)
         if owner is not None and not tried:  # the usual case, without a walk
-            instance = self.instances[owner]
-            if instance.has_room and instance.takes_ranks(now_at) and instance.breaker.share(now_at) >= 1.0:
-                return Choice(instance, How.HOME)
+            home = self._homes[owner]
+            if home.instance.takes_every_rank(now_at):
+                return home
         for instance in self._takers(user, now_at, InstanceState.takes_ranks):
             if instance.name not in tried:
                 if instance.has_room:
@@ -159,7 +161,7 @@ class Members:
         name = successor if owner == first.name else owner
         if name is not None and name not in tried:  # the usual case, without a walk
             instance = self.instances[name]
-            if instance.has_room and instance.takes_ranks(now_at) and instance.breaker.share(now_at) >= 1.0:
+            if instance.takes_every_rank(now_at):
                 return instance
         try:
             return self.for_rank(user, None, now_at, [*tried, first.name]).instance

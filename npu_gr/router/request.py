@@ -172,11 +172,11 @@ class RequestBody:
     """The part of the body that has arrived, kept for as long as the request may have to be sent again."""
 
     __slots__ = (
-        "_is_closed",
         "_kept",
         "_num_counted",
         "_num_sent",
         "is_chunked",
+        "is_closed",
         "is_sent",
         "is_whole",
         "num_bytes",
@@ -189,10 +189,10 @@ class RequestBody:
         self.is_whole = False  # all of it has arrived
         self.is_chunked = False  # it is sent in chunks, as it was not whole when sending it began
         self.is_sent = False  # all of it is sent, with its end
+        self.is_closed = False  # nothing of it is kept any more
         self._kept = kept
         self._num_counted = 0  # bytes of `kept` that are for this body
         self._num_sent = 0  # pieces
-        self._is_closed = False
 
     def expect(self, num_bytes: int) -> None:
         """Count the bytes that the head announces.
@@ -212,7 +212,7 @@ class RequestBody:
         self.num_bytes += len(piece)
         if self.num_bytes > max_bytes:
             raise Refused(413, f"body: over the limit of {max_bytes} bytes")
-        if self._is_closed:
+        if self.is_closed:
             return
         if self.num_bytes > self._num_counted:  # it came without a length
             self._kept.take(self.num_bytes - self._num_counted)
@@ -230,17 +230,14 @@ class RequestBody:
         self._num_sent = 0
 
     def next_chunk(self, is_kept: bool) -> bytes:
-        """Frame what has arrived since the last call, and the body's end if it is whole.
+        """Frame what has arrived since the last call, and the body's end if it is whole; the body is chunked.
 
         Args:
             is_kept: keep what is sent, so that it can be sent again.
 
         Returns:
-            What is to be written. Nothing if the body is not chunked: then it was sent with the head.
+            What is to be written.
         """
-        if not self.is_chunked:
-            self.is_sent = True
-            return b""
         new = b"".join(self.pieces[self._num_sent :])
         if is_kept:
             self._num_sent = len(self.pieces)
@@ -252,7 +249,7 @@ class RequestBody:
 
     def close(self) -> None:
         """Drop the body: nobody needs it any more. What still arrives of it is not kept."""
-        self._is_closed = True
+        self.is_closed = True
         self.pieces.clear()
         self._kept.give_back(self._num_counted)
         self._num_counted = 0

@@ -138,6 +138,7 @@ class Upstream(asyncio.Protocol):
     def __init__(self, pool: UpstreamPool) -> None:
         self.is_closed = False
         self.idle_since_at = 0.0
+        self._is_paused = False
         self._pool = pool
         self._reader = AnswerReader()
         self._transport: asyncio.Transport | None = None
@@ -164,7 +165,8 @@ class Upstream(asyncio.Protocol):
 
     def pause(self, is_paused: bool) -> None:
         """Stop reading while the client is slower than the instance, or (False) read on."""
-        if self._transport is not None and not self.is_closed:
+        if self._transport is not None and not self.is_closed and is_paused != self._is_paused:
+            self._is_paused = is_paused
             (self._transport.pause_reading if is_paused else self._transport.resume_reading)()
 
     def release(self, is_in_step: bool) -> None:
@@ -180,7 +182,8 @@ class Upstream(asyncio.Protocol):
         if not (is_in_step and is_flushed and self._reader.is_reusable):
             self.close()
             return
-        self.pause(False)
+        if self._is_paused:
+            self.pause(False)
         self.idle_since_at = time.monotonic()
         self._pool.keep(self)
 
@@ -204,7 +207,8 @@ class Upstream(asyncio.Protocol):
         if carried is None:
             self.close()  # an answer to no request
         elif self._reader.feed(data):
-            carried.answer_flush()
+            if self._reader.carried is carried:  # an answer that is done is written
+                carried.answer_flush()
         else:
             self._lose("bad_answer")
 

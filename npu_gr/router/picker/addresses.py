@@ -36,16 +36,19 @@ class Addresses:
             self._unknown = tuple(name for name, endpoint in self._endpoints.items() if endpoint is None)
         return self._endpoints
 
-    def excluded(self, allowed: set[str] | None) -> Collection[str]:
-        """Names of the instances that a gateway cannot be sent to.
+    def reach(self, allowed: set[str] | None) -> tuple[dict[str, str | None], Collection[str]]:
+        """Find out where a gateway can be sent to.
 
         Args:
             allowed: the endpoints that the gateway lets the picker choose from; None = all of them.
+
+        Returns:
+            `endpoints`, and the names of the instances that the gateway cannot be sent to.
         """
         endpoints = self.endpoints()
         if allowed is None:
-            return self._unknown
-        return [name for name, endpoint in endpoints.items() if endpoint not in allowed]
+            return endpoints, self._unknown
+        return endpoints, [name for name, endpoint in endpoints.items() if endpoint not in allowed]
 
     def _of(self, one: InstanceConfig) -> str | None:
         host = one.host if _is_address(one.host) else self._of_host.get(one.host)

@@ -2,7 +2,7 @@
 
 A gateway opens a call for every request and waits for its answer before the request goes on, so what a call costs is
 added to every request. `grpcio` hands each call from thread to thread several times: around the same pick it takes more
-than three times the processor time, and adds twice as much. `npu-gr bench router --picker` measures both.
+than four times the processor time, and adds twice as much. `npu-gr bench router --picker` measures both.
 
 HPACK is the library `hpack`. We announce a header table of 0 bytes: from then on a block of headers means the same
 whenever it comes, and is decoded once.
@@ -21,12 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.router.answers import Refused
-from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks, RequestBlock
+from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks
 from npu_gr.router.picker.frames import (
     FIRST_WINDOW_BYTES,
     SETTING,
@@ -44,7 +44,7 @@ from npu_gr.router.picker.frames import (
     unpadded,
     window_update,
 )
-from npu_gr.router.picker.streams import PREFIX_BYTES, CallStatus, PickerCall, PickerStream
+from npu_gr.router.picker.streams import PREFIX, PREFIX_BYTES, CallStatus, PickerCall, PickerStream
 from npu_gr.router.router import Router
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,14 @@ OpenCall = Callable[[bytes, PickerStream], PickerCall | None]
 
 STREAM_WINDOW_BYTES = 1 << 20  # that a caller may send of one call before we say that it may go on
 _CONNECTION_WINDOW_BYTES = 1 << 24
+_STREAM_UPDATE_BYTES = STREAM_WINDOW_BYTES // 2
+_CONNECTION_UPDATE_BYTES = _CONNECTION_WINDOW_BYTES // 2
 _MESSAGE_OVERHEAD_BYTES = 65_536  # of a message beside the body in it
+_DATA = Type.DATA  # a member of a class costs more than a name
+_HEADERS = Type.HEADERS
+_RST_STREAM = Type.RST_STREAM
+_END_STREAM = Flag.END_STREAM
+_PADDED = Flag.PADDED
 _MAX_BUDGETS = 2  # of `max_budget_s`, that a call may last: a gateway that forgets its calls holds no places
 
 
@@ -72,7 +79,7 @@ class GrpcConnection(asyncio.Protocol):
         self._pinged_at = 0.0  # since then nothing was heard; 0 = there is no such question
         self._out: list[bytes] = []
         self._is_reading = False  # what is written waits until everything that has arrived is read
-        self._frames = FrameReader()
+        self._frames = FrameReader(self._frame)
         self._last_stream = 0
         self._says_goodbye = False  # GOAWAY is sent
         self._unacknowledged_bytes = 0
@@ -100,11 +107,9 @@ class GrpcConnection(asyncio.Protocol):
         self._is_reading = True
         self._heard_at, self._pinged_at = time.monotonic(), 0.0
         try:
-            for kind, flags, number, payload in self._frames.read(data):
-                self._frame(kind, flags, number, payload)
-                if self._transport is None or self._transport.is_closing():
-                    break
-            self._tell_half_closed()
+            self._frames.feed(data)
+            if self._half_closed:
+                self._tell_half_closed()
         except BrokenHttp2 as error:
             log.debug("a gateway's connection ends: %s", error)
             self._is_reading = False  # what is written after `close` is lost
@@ -113,7 +118,8 @@ class GrpcConnection(asyncio.Protocol):
                 self._transport.close()
         finally:
             self._is_reading = False
-            self._flush()
+            if self._out:
+                self._flush()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End all calls."""
@@ -199,33 +205,40 @@ class GrpcConnection(asyncio.Protocol):
         """Forget a stream, and tell its call (G1)."""
         if self._streams.pop(stream.number, None) is None:
             return
-        self._router.kept.give_back(stream.num_counted + stream.num_kept)
-        stream.num_counted = stream.num_kept = 0
+        if stream.num_counted or stream.num_kept:
+            self._router.kept.give_back(stream.num_counted + stream.num_kept)
+            stream.num_counted = stream.num_kept = 0
         call, stream.call = stream.call, None
         if call is not None:
             call.dropped()
 
     # ---- reading
 
-    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> bool:
+        """Do what a frame asks for. False: the connection ends, and nothing more is read."""
         if not self.window.has_settings and (kind != Type.SETTINGS or flags & Flag.ACK):
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "the first frame is no SETTINGS")
         if self._blocks.is_open and kind != Type.CONTINUATION:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "a frame inside a block of headers")
-        if kind == Type.DATA:
+        if kind == _DATA:
             self._on_data(number, flags, payload)
-        elif kind == Type.HEADERS:
-            self._on_block(self._blocks.begin(number, flags, payload))
-        elif kind == Type.CONTINUATION:
-            self._on_block(self._blocks.go_on(number, flags, payload))
-        elif kind == Type.RST_STREAM:
-            if len(payload) != U32.size:
+        elif kind == _HEADERS:
+            path = self._blocks.begin(number, flags, payload)
+            if path is not None:
+                self._on_block(number, flags, path)
+        elif kind == _RST_STREAM:
+            if len(payload) != 4:
                 raise BrokenHttp2(Code.FRAME_SIZE_ERROR, "RST_STREAM has 4 bytes")
             if number > self._last_stream or not number:
                 raise BrokenHttp2(Code.PROTOCOL_ERROR, "RST_STREAM of a stream that never was")
             if (stream := self._streams.get(number)) is not None:
                 self._drop(stream)
-                self._close_if_done()
+                if self._says_goodbye:
+                    self._close_if_done()
+        elif kind == Type.CONTINUATION:
+            path = self._blocks.go_on(number, flags, payload)
+            if path is not None:
+                self._on_block(number, self._blocks.flags, path)
         elif kind == Type.SETTINGS:
             self._on_settings(number, flags, payload)
         elif kind == Type.PING:
@@ -238,11 +251,12 @@ class GrpcConnection(asyncio.Protocol):
         elif kind == Type.PUSH_PROMISE:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "callers promise nothing")
         # GOAWAY: the caller opens no more streams. PRIORITY, and what we do not know, mean nothing here.
+        return self._transport is not None and not self._transport.is_closing()
 
     def _on_data(self, number: int, flags: int, payload: bytes) -> None:
         size = len(payload)
         self._unacknowledged_bytes += size
-        if self._unacknowledged_bytes > _CONNECTION_WINDOW_BYTES // 2:
+        if self._unacknowledged_bytes > _CONNECTION_UPDATE_BYTES:
             self.write(window_update(0, self._unacknowledged_bytes))
             self._unacknowledged_bytes = 0
         stream = self._streams.get(number)
@@ -255,22 +269,31 @@ class GrpcConnection(asyncio.Protocol):
         stream.unacknowledged_bytes += size
         if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES:
             raise BrokenHttp2(Code.FLOW_CONTROL_ERROR, "DATA over the window of a stream")
-        if stream.unacknowledged_bytes > STREAM_WINDOW_BYTES // 2 and not flags & Flag.END_STREAM:
+        if stream.unacknowledged_bytes > _STREAM_UPDATE_BYTES and not flags & _END_STREAM:
             self.write(window_update(number, stream.unacknowledged_bytes))
             stream.unacknowledged_bytes = 0
-        self._deliver(stream, unpadded(payload, flags))
-        if flags & Flag.END_STREAM:
+        if flags & _PADDED:
+            payload = unpadded(payload, flags)
+        if payload:
+            self._deliver(stream, payload)
+        if flags & _END_STREAM:
             self._half_close(stream)
 
     def _deliver(self, stream: PickerStream, data: bytes) -> None:
         """Pass whole messages on; of the one that has begun, count the bytes before they come (G3)."""
-        for message in stream.messages(data):
-            self._router.kept.give_back(stream.num_counted)
-            stream.num_counted = 0
+        size = len(data) - PREFIX_BYTES
+        if not stream.buffer and size >= 0 and PREFIX.unpack_from(data) == (0, size):
+            messages: Iterable[bytes] = (data[PREFIX_BYTES:],)  # the usual case: one frame, one message
+        else:
+            messages = stream.messages(data)
+        for message in messages:
+            if stream.num_counted:
+                self._router.kept.give_back(stream.num_counted)
+                stream.num_counted = 0
             if stream.call is None:
                 return
             stream.call.received(message)
-            if stream.num_pending:
+            if stream.pending:
                 self._keep_pending(stream)
         if stream.call is None or len(stream.buffer) < PREFIX_BYTES or stream.num_counted:
             return
@@ -289,12 +312,12 @@ class GrpcConnection(asyncio.Protocol):
 
     def _keep_pending(self, stream: PickerStream) -> None:
         """Count what waits for the caller's windows (G2)."""
-        if stream.num_pending > 2 * self._max_message_bytes:
+        if len(stream.pending) > 2 * self._max_message_bytes:
             self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, "the caller reads too slowly")
             return
         try:
-            self._router.kept.take(stream.num_pending - stream.num_kept)
-            stream.num_kept = stream.num_pending
+            self._router.kept.take(len(stream.pending) - stream.num_kept)
+            stream.num_kept = len(stream.pending)
         except Refused as error:
             self._refuse(stream, CallStatus.RESOURCE_EXHAUSTED, str(error))
 
@@ -316,32 +339,29 @@ class GrpcConnection(asyncio.Protocol):
             if stream.call is not None:
                 stream.call.half_closed()
 
-    def _on_block(self, block: RequestBlock | None) -> None:
-        """Open a stream, or end the caller's side of one. None: the block goes on."""
-        if block is None:
-            return
-        number = block.stream
-        stream = self._streams.get(number)
-        if stream is not None:  # trailers
-            if not block.ends_stream or stream.is_half_closed:
+    def _on_block(self, number: int, flags: int, path: bytes) -> None:
+        """Open a stream, or end the caller's side of one."""
+        if number <= self._last_stream:
+            stream = self._streams.get(number)
+            if stream is None:
+                return  # trailers of a stream that ended here while they were on their way
+            if not flags & Flag.END_STREAM or stream.is_half_closed:
                 raise BrokenHttp2(Code.PROTOCOL_ERROR, "headers in the middle of a stream")
             self._half_close(stream)
             return
-        if number <= self._last_stream:
-            return  # trailers of a stream that ended here while they were on their way
         if not number % 2:
             raise BrokenHttp2(Code.PROTOCOL_ERROR, "an even stream belongs to the server")
         self._last_stream = number
         if self._says_goodbye or len(self._streams) >= self._router.config.limits.max_inflight:
             self.write(frame(Type.RST_STREAM, 0, number, U32.pack(Code.REFUSED_STREAM)))
             return
-        stream = PickerStream(self, number, self.window.of_stream)
+        stream = PickerStream(self, number, self.window.of_stream, self._heard_at)
         self._streams[number] = stream
-        stream.call = self._open_call(block.path, stream)
+        stream.call = self._open_call(path, stream)
         if stream.call is None:
-            stream.is_half_closed = block.ends_stream
+            stream.is_half_closed = bool(flags & Flag.END_STREAM)
             stream.end(CallStatus.UNIMPLEMENTED, "there is no such method")
-        elif block.ends_stream:
+        elif flags & Flag.END_STREAM:
             self._half_close(stream)
 
     def _on_settings(self, number: int, flags: int, payload: bytes) -> None:
@@ -371,8 +391,8 @@ class GrpcConnection(asyncio.Protocol):
 
     def _send_waiting(self) -> None:
         for stream in list(self._streams.values()):
-            if stream.num_pending:
+            if stream.pending:
                 stream.flush()
-                sent = max(0, stream.num_kept - stream.num_pending)
+                sent = max(0, stream.num_kept - len(stream.pending))
                 self._router.kept.give_back(sent)
                 stream.num_kept -= sent

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD = struct.Struct(">BHBBL")  # length (its high byte, the rest), type, flags, stream
+_HEAD_BYTES, _unpack_head = HEAD.size, HEAD.unpack_from
 U32 = struct.Struct(">L")
 SETTING = struct.Struct(">HL")
 FRAME_BYTES = 16_384  # what either side may send at first; we never allow more
@@ -72,18 +73,23 @@ class BrokenHttp2(Exception):
         self.code = code
 
 
+TakeFrame = Callable[[int, int, int, bytes], bool]
+"""Takes a frame: type, flags, stream, payload. Returns whether to read on; False is the end of all reading."""
+
+
 class FrameReader:
     """Cuts what arrives on a connection into frames."""
 
-    def __init__(self) -> None:
+    def __init__(self, take: TakeFrame) -> None:
         self.is_waiting = True  # for the preface
+        self._take = take
         self._begun = b""  # the beginning of a frame, or of the preface
 
-    def read(self, data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
-        """Yield the frames that are whole now: type, flags, stream, payload. A caller that stops early never reads on.
+    def feed(self, data: bytes) -> None:
+        """Hand on the frames that are whole now.
 
         Raises:
-            BrokenHttp2: it is no HTTP/2, or a frame is over `FRAME_BYTES`.
+            BrokenHttp2: it is no HTTP/2, or a frame is over `FRAME_BYTES`. Whatever `take` raises.
         """
         if self._begun:
             data = self._begun + data
@@ -93,17 +99,20 @@ class FrameReader:
                 raise BrokenHttp2(Code.PROTOCOL_ERROR, "no HTTP/2")
             self.is_waiting = len(data) < len(PREFACE)
             at = 0 if self.is_waiting else len(PREFACE)
-        while not self.is_waiting and len(data) - at >= HEAD.size:
-            high, low, kind, flags, number = HEAD.unpack_from(data, at)
+        size, take = len(data), self._take
+        while not self.is_waiting and size - at >= _HEAD_BYTES:
+            high, low, kind, flags, number = _unpack_head(data, at)
             length = high << 16 | low
             if length > FRAME_BYTES:
                 raise BrokenHttp2(Code.FRAME_SIZE_ERROR, f"a frame of {length} bytes, limit {FRAME_BYTES}")
-            end = at + HEAD.size + length
-            if len(data) < end:
+            begin = at + _HEAD_BYTES
+            end = begin + length
+            if size < end:
                 break
-            yield kind, flags, number & 0x7FFF_FFFF, data[at + HEAD.size : end]
+            if not take(kind, flags, number & 0x7FFF_FFFF, data[begin:end]):
+                return
             at = end
-        self._begun = data[at:]
+        self._begun = data[at:] if at < size else b""
 
 
 class SendWindow:

@@ -25,6 +25,12 @@ BODY_AS_IT_WAS = pb.ProcessingResponse(request_body=pb.BodyResponse()).Serialize
 ANSWER_BODY_AS_IT_WAS = pb.ProcessingResponse(response_body=pb.BodyResponse()).SerializeToString()
 TRAILERS_AS_THEY_WERE = pb.ProcessingResponse(request_trailers=pb.TrailersResponse()).SerializeToString()
 ANSWER_TRAILERS_AS_THEY_WERE = pb.ProcessingResponse(response_trailers=pb.TrailersResponse()).SerializeToString()
+_EVERY_MODE = (pb.NONE, pb.STREAMED, pb.BUFFERED, pb.BUFFERED_PARTIAL, pb.FULL_DUPLEX_STREAMED)
+_MODES = {
+    pb.ProtocolConfiguration(request_body_mode=one, response_body_mode=other).SerializeToString(): (one, other)
+    for one in _EVERY_MODE
+    for other in _EVERY_MODE
+}
 
 
 @lru_cache(maxsize=8192)
@@ -77,8 +83,25 @@ def streamed(chunk: bytes, is_last: bool, is_answer: bool) -> Iterable[bytes]:
         yield response.SerializeToString()
 
 
-def subset(metadata: pb.Metadata) -> set[str] | None:
-    """Return the endpoints from which the gateway lets the picker choose; None: all of them."""
+def modes(config: bytes) -> tuple[pb.BodySendMode, pb.BodySendMode]:
+    """Return how a ProtocolConfiguration says that bodies are sent: the request's, and the answer's.
+
+    Raises:
+        DecodeError: it is none.
+    """
+    known = _MODES.get(config)
+    if known is None:
+        read = pb.ProtocolConfiguration.FromString(config)
+        return read.request_body_mode, read.response_body_mode
+    return known
+
+
+def subset(metadata: bytes) -> set[str] | None:
+    """Return the endpoints from which a Metadata lets the picker choose; None: all of them.
+
+    Raises:
+        DecodeError: it is none.
+    """
     value = _entry(metadata, SUBSET_SPACE, SUBSET)
     if value is None:
         return None
@@ -87,16 +110,21 @@ def subset(metadata: pb.Metadata) -> set[str] | None:
     return {part.strip() for part in value.string_value.split(",")} - {""}
 
 
-def served(metadata: pb.Metadata) -> str:
-    """Return the endpoint that answered, as the gateway says; empty: it does not say."""
+def served(metadata: bytes) -> str:
+    """Return the endpoint that answered, as a Metadata says; empty: it does not say.
+
+    Raises:
+        DecodeError: it is none.
+    """
     value = _entry(metadata, DESTINATION_SPACE, SERVED)
     return value.string_value if value is not None else ""
 
 
-def _entry(metadata: pb.Metadata, space: str, name: str):  # type: ignore[no-untyped-def]  # Value of the same module
-    if space not in metadata.filter_metadata:  # looking it up would add it
+def _entry(metadata: bytes, space: str, name: str):  # type: ignore[no-untyped-def]  # Value of the same module
+    spaces = pb.Metadata.FromString(metadata).filter_metadata
+    if space not in spaces:  # looking it up would add it
         return None
-    found: Struct = metadata.filter_metadata[space]
+    found: Struct = spaces[space]
     return found.fields.get(name)
 
 

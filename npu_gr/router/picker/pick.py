@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 
 from google.protobuf.message import DecodeError
 
@@ -34,14 +33,19 @@ from npu_gr.router.instance import InstanceState
 from npu_gr.router.picker import external_processor_pb2 as pb
 from npu_gr.router.picker import messages
 from npu_gr.router.picker.addresses import Addresses
-from npu_gr.router.picker.heads import head_of, name_by_body, status_of
+from npu_gr.router.picker.heads import head_of, name_by_body, names_read, status_of
 from npu_gr.router.picker.streams import CallStatus, PickerStream
 from npu_gr.router.request import RequestHead
 from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router
 from npu_gr.router.routes import READINESS, UNKNOWN, Handling, route_of
 
-_BY_USER = (Handling.SIGNAL, Handling.FOLLOW, Handling.ONCE)
+# Names of members: in Python 3.11 `Handling.FOLLOW` costs four times as much.
+_FOLLOW = Handling.FOLLOW
+_OWN = Handling.OWN
+_EVERYWHERE = Handling.EVERYWHERE
+_BY_USER = (Handling.FOLLOW, Handling.SIGNAL, Handling.ONCE)
+_PLACED = (*_BY_USER, Handling.BY_LOAD)
 _HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)  # modes in which the choice may wait for the whole body
 _FAILURES = (502, 503)
 _OVERLOADED = 429
@@ -57,36 +61,53 @@ class PickPhase:  # plain numbers, as in `frames.py`
     CLOSED = 4
 
 
+class Picks:
+    """What all requests of one picker share."""
+
+    def __init__(self, router: Router, addresses: Addresses) -> None:
+        """Read the names of headers from the configuration.
+
+        Args:
+            router: places the requests.
+            addresses: of the instances.
+        """
+        config = router.config
+        self.router = router
+        self.addresses = addresses
+        self.names = names_read(config)  # of headers
+        self.user_header = config.user_header.encode()
+        self.tenant_header = config.tenant_header.encode()
+
+
 class Pick:
     """Implements `PickerCall`: the stream of one request."""
 
-    def __init__(self, router: Router, addresses: Addresses, names: Mapping[str, bytes], stream: PickerStream) -> None:
+    # As a request begins. What never changes for a request is not written for it.
+    phase = PickPhase.BEGUN
+    _head: RequestHead | None = None
+    _route = UNKNOWN
+    _key: Key | None = None
+    _mode: pb.BodySendMode = pb.NONE  # in which the gateway sends the request's body
+    _answer_mode: pb.BodySendMode = pb.NONE
+    _subset: set[str] | None = None
+    _num_counted = 0  # bytes of `_body`
+    _timer: asyncio.TimerHandle | None = None
+    _instance: InstanceState | None = None
+    _placement: Placement | None = None
+    _picked_at = 0.0
+    _status = 0  # that the client is sent; 0 = the gateway has not shown it
+
+    def __init__(self, shared: Picks, stream: PickerStream) -> None:
         """Nothing is known of it yet.
 
         Args:
-            router: places it.
-            addresses: of the instances.
-            names: of the headers that are read, as `names_read` says.
+            shared: by all requests.
             stream: to the gateway.
         """
-        self.phase = PickPhase.BEGUN
-        self._router = router
-        self._addresses = addresses
-        self._names = names
+        self._shared = shared
+        self._router = shared.router
         self._stream = stream
-        self._head: RequestHead | None = None
-        self._route = UNKNOWN
-        self._key: Key | None = None
-        self._mode: pb.BodySendMode = pb.NONE  # in which the gateway sends the request's body
-        self._answer_mode: pb.BodySendMode = pb.NONE
-        self._subset: set[str] | None = None
         self._body: list[bytes] = []  # of a request that waits
-        self._num_counted = 0  # bytes of it
-        self._timer: asyncio.TimerHandle | None = None
-        self._instance: InstanceState | None = None
-        self._placement: Placement | None = None
-        self._picked_at = 0.0
-        self._status = 0  # that the client is sent; 0 = the gateway has not shown it
 
     # ---- what the connection calls
 
@@ -94,11 +115,7 @@ class Pick:
         """Do what a message asks for."""
         try:
             request = pb.ProcessingRequest.FromString(message)
-        except DecodeError:
-            self._stream.end(CallStatus.INTERNAL, "that is no ProcessingRequest")
-            return
-        kind = request.WhichOneof("request")
-        try:
+            kind = request.WhichOneof("request")
             if kind == "request_headers":
                 self._on_headers(request)
             elif kind == "request_body":
@@ -111,6 +128,8 @@ class Pick:
                 self._on_answer_body(request.response_body)
             elif kind == "response_trailers":
                 self._stream.send(messages.ANSWER_TRAILERS_AS_THEY_WERE)
+        except DecodeError:
+            self._stream.end(CallStatus.INTERNAL, "that is no ProcessingRequest")
         except NpuGrError as error:
             self._refuse(error)
 
@@ -120,17 +139,18 @@ class Pick:
 
     def dropped(self) -> None:
         """End the request."""
-        self._forget_body()
+        if self._num_counted or self._timer is not None:
+            self._forget_body()
         instance, head = self._instance, self._head
+        now_at = time.monotonic()
         if instance is not None:
-            now_at = time.monotonic()
             instance.in_flight -= 1
             self._router.in_flight -= 1
             if self.phase == PickPhase.PICKED:
-                instance.ended(now_at - self._picked_at, self._route.handling is Handling.FOLLOW, now_at)
+                instance.ended(now_at - self._picked_at, self._route.handling is _FOLLOW, now_at)
             self._instance = None
         if head is not None and (self._status or instance is not None):
-            self._router.finished(self._route.handling, self._status, time.monotonic() - head.began_at)
+            self._router.finished(self._route.handling, self._status, now_at - head.began_at)
         self.phase = PickPhase.CLOSED
 
     # ---- the request
@@ -138,23 +158,19 @@ class Pick:
     def _on_headers(self, request: pb.ProcessingRequest) -> None:
         if self.phase != PickPhase.BEGUN:
             raise Refused(400, "headers: given twice")
-        self._mode = request.protocol_config.request_body_mode
-        self._answer_mode = request.protocol_config.response_body_mode
-        if request.HasField("metadata_context"):
-            self._subset = messages.subset(request.metadata_context)
-        router = self._router
-        self._head = head = head_of(request.request_headers.headers, self._names, router)
+        self._mode, self._answer_mode = messages.modes(request.protocol_config)
+        metadata, given = request.metadata_context, request.request_headers
+        if metadata:
+            self._subset = messages.subset(metadata)
+        router, shared = self._router, self._shared
+        self._head = head = head_of(given.headers, shared.names, router, self._stream.began_at)
         self._route = route = route_of(head.method, head.path)
-        if route.handling is Handling.OWN:
-            self._answer_health(head)
+        if route.handling not in _PLACED:
+            self._answer_here(head)
             return
-        if route.handling is Handling.EVERYWHERE:
-            raise Refused(501, "send this to every instance, or to the router's own address")
-        if route.handling is Handling.UNKNOWN:
-            raise Refused(404, "the service has no such route")
         budget_s = head.budget_s(router.config.default_budget_s, router.config.max_budget_s)
         self._key = router.access.check_key(head, route)
-        if self._needs_body(head) and not request.request_headers.end_of_stream:
+        if shared.user_header not in head.seen and self._needs_body(head) and not given.end_of_stream:
             self.phase = PickPhase.WAITING
             self._timer = asyncio.get_running_loop().call_later(budget_s, self._too_late)
             if self._mode == pb.BUFFERED:
@@ -163,13 +179,11 @@ class Pick:
         self._pick(is_in_body=False)
 
     def _needs_body(self, head: RequestHead) -> bool:
-        """Whether the request is placed by a user whom only its body names, and the gateway lets the choice wait."""
+        """Whether the request, whose headers name no user, is placed by one, and the gateway lets the choice wait."""
         handling = self._route.handling
-        if handling not in _BY_USER or self._router.config.user_header.encode() in head.seen:
+        if handling not in _BY_USER or self._mode not in _HOLDS_BODY:
             return False
-        return self._mode in _HOLDS_BODY and not (
-            handling is Handling.FOLLOW and head.seen.get(b"x-npugr-service") == b"normal"
-        )
+        return not (handling is _FOLLOW and head.seen.get(b"x-npugr-service") == b"normal")
 
     def _on_body(self, body: pb.HttpBody) -> None:
         if self._mode != pb.FULL_DUPLEX_STREAMED:
@@ -208,9 +222,7 @@ class Pick:
     def _name(self) -> None:
         """Read from the whole body whose request it is."""
         assert self._head is not None
-        config = self._router.config
-        names = config.user_header.encode(), config.tenant_header.encode()
-        name_by_body(self._head, b"".join(self._body), *names)
+        name_by_body(self._head, b"".join(self._body), self._shared.user_header, self._shared.tenant_header)
 
     def _pick_and_pass_on(self, ends: bool) -> None:
         """Choose now that the whole body is here, and pass it on."""
@@ -229,11 +241,11 @@ class Pick:
         router, head = self._router, self._head
         handling = self._route.handling
         assert head is not None
-        self._forget_body()
+        if self._timer is not None:
+            self._forget_body()
         router.access.name(head, self._route, self._key)
         router.begin()
-        endpoints = self._addresses.endpoints()
-        excluded = self._addresses.excluded(self._subset)
+        endpoints, excluded = self._shared.addresses.reach(self._subset)
         try:
             choice, self._placement = router.place(head, handling, excluded)
         except NpuGrError:
@@ -243,7 +255,7 @@ class Pick:
         self._instance = instance
         self._picked_at = now_at = time.monotonic()
         chosen = endpoints[instance.name] or ""
-        if handling is Handling.FOLLOW and len(endpoints) > 1:  # nothing else may be sent again
+        if handling is _FOLLOW and len(endpoints) > 1:  # nothing else may be sent again
             second = router.members.second(head.user, instance, now_at, excluded)
             if second is not None:
                 chosen += f",{endpoints[second.name]}"
@@ -279,7 +291,7 @@ class Pick:
         chosen = self._instance
         assert chosen is not None
         assert head is not None
-        endpoints = self._addresses.endpoints()
+        endpoints = self._shared.addresses.endpoints()
         if not endpoint or endpoint == endpoints.get(chosen.name):
             return chosen
         for other in router.members.instances.values():
@@ -314,8 +326,12 @@ class Pick:
 
     # ---- without an instance
 
-    def _answer_health(self, head: RequestHead) -> None:
-        """Say how the router is: no request without a key reaches an instance."""
+    def _answer_here(self, head: RequestHead) -> None:
+        """Say how the router is, as no request without a key reaches an instance; refuse what nobody answers here."""
+        if self._route.handling is _EVERYWHERE:
+            raise Refused(501, "send this to every instance, or to the router's own address")
+        if self._route.handling is not _OWN:
+            raise Refused(404, "the service has no such route")
         is_ready, why = self._router.is_ready()
         if head.path in READINESS and not is_ready:
             raise Refused(503, why)

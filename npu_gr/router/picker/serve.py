@@ -7,8 +7,7 @@ from google.protobuf.message import DecodeError
 from npu_gr.router.picker import external_processor_pb2 as pb
 from npu_gr.router.picker.addresses import Addresses
 from npu_gr.router.picker.connection import GrpcConnection
-from npu_gr.router.picker.heads import names_read
-from npu_gr.router.picker.pick import Pick
+from npu_gr.router.picker.pick import Pick, Picks
 from npu_gr.router.picker.streams import CallStatus, PickerCall, PickerStream
 from npu_gr.router.router import Router
 
@@ -24,8 +23,7 @@ class Picker:
 
     def __init__(self, router: Router, addresses: Addresses) -> None:
         self._router = router
-        self._addresses = addresses
-        self._names = names_read(router.config)
+        self._picks = Picks(router, addresses)
 
     def connection(self) -> GrpcConnection:
         """Make the protocol of a connection that a gateway has opened."""
@@ -33,7 +31,7 @@ class Picker:
 
     def _open(self, path: bytes, stream: PickerStream) -> PickerCall | None:
         if path == _PROCESS:
-            return Pick(self._router, self._addresses, self._names, stream)
+            return Pick(self._picks, stream)
         return PickerHealth(self._router, stream) if path == _CHECK else None
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Protocol
 from urllib.parse import quote_from_bytes
 
 from npu_gr.router.picker.frames import FRAME_BYTES, Flag, SendWindow, Type, frame, literal
 
-PREFIX_BYTES = 5  # of a message: whether it is compressed, and its length
+PREFIX = struct.Struct(">BL")  # of a message: whether it is compressed, and its length
+PREFIX_BYTES = PREFIX.size
 _OK_HEAD = b"\x88" + literal(b"content-type", b"application/grpc")  # 0x88 is ":status: 200" of HPACK's fixed table
 _MAX_TEXT = 120  # characters of a status's message
+# What is before the first message of an answer, written at once: the frame HEADERS, the head of the frame DATA, and the
+# message's prefix. The other way to write the same is `_begin` and `flush`.
+_HEAD_FRAME = frame(Type.HEADERS, Flag.END_HEADERS, 0, _OK_HEAD)
+_BEFORE_FIRST = struct.Struct(f">5sL{len(_OK_HEAD)}sBHBBLBL")
+_UP_TO_NUMBER = _HEAD_FRAME[:5]
 
 
 class CallStatus(IntEnum):
@@ -61,7 +66,6 @@ class PickerStream:
     """What a call sends with."""
 
     __slots__ = (
-        "_pending",
         "_trailers",
         "_wire",
         "began_at",
@@ -71,36 +75,47 @@ class PickerStream:
         "is_half_closed",
         "num_counted",
         "num_kept",
-        "num_pending",
         "number",
+        "pending",
         "send_window",
         "unacknowledged_bytes",
     )
 
-    def __init__(self, wire: PickerWire, number: int, send_window: int) -> None:
+    def __init__(self, wire: PickerWire, number: int, send_window: int, began_at: float) -> None:
         self.number = number
         self.call: PickerCall | None = None
         self.send_window = send_window  # bytes that it may send now
         self.buffer = bytearray()  # the beginning of a message
         self.num_counted = 0  # bytes of that message, counted when its length was read
         self.unacknowledged_bytes = 0  # received, and not given back to the caller's window
-        self.num_pending = 0  # bytes that wait for a window
-        self.num_kept = 0  # of them counted by the connection
-        self.began_at = time.monotonic()
+        self.pending = bytearray()  # waits for a window
+        self.num_kept = 0  # bytes of it, counted by the connection
+        self.began_at = began_at
         self.has_head = False  # of the answer
         self.is_half_closed = False
         self._wire = wire
-        self._pending = deque[bytes]()
         self._trailers: bytes | None = None
 
     def send(self, message: bytes) -> None:
         """Send a message of the answer, now or when the caller's window allows."""
         if self._trailers is not None:
             return
+        num_bytes = len(message)
+        size = PREFIX_BYTES + num_bytes
+        window = self._wire.window
+        if not self.has_head and size <= self.send_window and size <= window.num_bytes and size <= window.frame_bytes:
+            self.has_head = True  # the usual case: an answer in one piece
+            self.send_window -= size
+            window.num_bytes -= size
+            number = self.number
+            before = _BEFORE_FIRST.pack(
+                *(_UP_TO_NUMBER, number, _OK_HEAD), *(size >> 16, size & 0xFFFF, Type.DATA, 0, number), *(0, num_bytes)
+            )
+            self._wire.write(before + message)
+            return
         self._begin()
-        data = b"\0" + len(message).to_bytes(4, "big") + message
-        self._pending.append(data)
-        self.num_pending += len(data)
+        self.pending += PREFIX.pack(0, num_bytes)
+        self.pending += message
         self.flush()
 
     def end(self, status: CallStatus = CallStatus.OK, text: str = "") -> None:
@@ -123,17 +138,14 @@ class PickerStream:
         """Send what the windows allow, and the end if nothing is left before it."""
         wire = self._wire
         window = wire.window
-        while self._pending:
+        while self.pending:
             room = min(self.send_window, window.num_bytes, window.frame_bytes)
             if room <= 0:
                 return
-            data = self._pending.popleft()
-            if len(data) > room:
-                self._pending.appendleft(data[room:])
-                data = data[:room]
+            data = bytes(self.pending[:room])
+            del self.pending[:room]
             self.send_window -= len(data)
             window.num_bytes -= len(data)
-            self.num_pending -= len(data)
             wire.write(frame(Type.DATA, 0, self.number, data))
         if self._trailers is not None:
             wire.write(frame(Type.HEADERS, Flag.END_HEADERS | Flag.END_STREAM, self.number, self._trailers))
@@ -144,15 +156,9 @@ class PickerStream:
             self.has_head = True
             self._wire.write(frame(Type.HEADERS, Flag.END_HEADERS, self.number, _OK_HEAD))
 
-    def messages(self, data: bytes) -> Iterable[bytes]:
-        """Take what has come, and return the messages that are whole."""
-        size = len(data) - PREFIX_BYTES
-        if not self.buffer and size >= 0 and not data[0] and int.from_bytes(data[1:PREFIX_BYTES], "big") == size:
-            return (data[PREFIX_BYTES:],)  # the usual case: one frame, one message
+    def messages(self, data: bytes) -> Iterator[bytes]:
+        """Take what has come, and yield the messages that are whole."""
         self.buffer += data
-        return self._whole()
-
-    def _whole(self) -> Iterator[bytes]:
         while len(self.buffer) >= PREFIX_BYTES:
             end = PREFIX_BYTES + self.announced_bytes
             if len(self.buffer) < end:

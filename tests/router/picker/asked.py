@@ -71,18 +71,25 @@ def headers(
     """The first message of a request, as Envoy writes it."""
     pairs = [(":method", "POST"), (":path", path), (":authority", "a")]
     pairs += given.items() if isinstance(given, dict) else given
+    modes = pb.ProtocolConfiguration(request_body_mode=mode, response_body_mode=mode)
     request = pb.ProcessingRequest(
         request_headers=pb.HttpHeaders(headers=header_map(pairs), end_of_stream=ends),
-        protocol_config=pb.ProtocolConfiguration(request_body_mode=mode, response_body_mode=mode),
+        protocol_config=modes.SerializeToString(),
     )
     if subset is not None:
-        hint = request.metadata_context.filter_metadata["envoy.lb.subset_hint"]
-        hint.update({"x-gateway-destination-endpoint-subset": subset})
+        request.metadata_context = metadata("envoy.lb.subset_hint", {"x-gateway-destination-endpoint-subset": subset})
     return request
 
 
+def metadata(space: str, given: dict[str, Any]) -> bytes:
+    made = pb.Metadata()
+    made.filter_metadata[space].update(given)
+    return made.SerializeToString()
+
+
 def header_map(pairs: list[tuple[str, str]]) -> pb.HeaderMap:
-    return pb.HeaderMap(headers=[pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in pairs])
+    values = (pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in pairs)
+    return pb.HeaderMap(headers=[one.SerializeToString() for one in values])
 
 
 def chunk(data: bytes, ends: bool = False) -> pb.ProcessingRequest:
@@ -93,7 +100,7 @@ def answer(status: int, served: str = "") -> pb.ProcessingRequest:
     """The head of an instance's answer."""
     request = pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=header_map([(":status", str(status))])))
     if served:
-        request.metadata_context.filter_metadata["envoy.lb"].update({"x-gateway-destination-endpoint-served": served})
+        request.metadata_context = metadata("envoy.lb", {"x-gateway-destination-endpoint-served": served})
     return request
 
 

@@ -32,11 +32,11 @@ async def test_names_are_looked_up_and_keep_their_address_while_dns_fails(monkey
     monkeypatch.setattr(module, "_look_up", look_up)
     addresses = Addresses(config, members)
     assert addresses.endpoints() == {"a": "10.0.0.1:80", "b": None, "c": "[::1]:82"}
-    assert list(addresses.excluded(None)) == ["b"]
+    assert list(addresses.reach(None)[1]) == ["b"]
     await addresses.look_up()
     assert addresses.endpoints()["b"] == "10.0.0.2:81"
-    assert not addresses.excluded(None)
-    assert sorted(addresses.excluded({"10.0.0.2:81"})) == ["a", "c"]
+    assert not addresses.reach(None)[1]
+    assert sorted(addresses.reach({"10.0.0.2:81"})[1]) == ["a", "c"]
     found["b.internal"] = None
     await addresses.look_up()
     assert addresses.endpoints()["b"] == "10.0.0.2:81"
@@ -58,4 +58,4 @@ async def test_a_name_that_nobody_knows_has_no_address(monkeypatch: pytest.Monke
     members.replace(FOUND, ring_of(FOUND))
     addresses = Addresses(config, members)
     await addresses.look_up()
-    assert list(addresses.excluded(None)) == ["b"]
+    assert list(addresses.reach(None)[1]) == ["b"]

@@ -111,6 +111,7 @@ def broken(c: Caller) -> list[tuple[bytes, Code]]:
         (OPENING + window_update(0, 0), Code.PROTOCOL_ERROR),
         (OPENING + window_update(3, 1), Code.PROTOCOL_ERROR),
         (call + frame(Type.HEADERS, Flag.END_HEADERS, 1, b""), Code.PROTOCOL_ERROR),
+        (call + frame(Type.DATA, Flag.PADDED, 1, b""), Code.PROTOCOL_ERROR),
         (
             call + frame(Type.DATA, 0, 1, b"\0\0\x01\0\0") + frame(Type.DATA, 0, 1, b"x" * 16_384) * 600,
             Code.NO_ERROR,
@@ -118,7 +119,7 @@ def broken(c: Caller) -> list[tuple[bytes, Code]]:
     ]
 
 
-NUM_BROKEN = 22
+NUM_BROKEN = 23
 
 
 @pytest.fixture
