@@ -26,10 +26,14 @@ from npu_gr.backend.calls import (
     Choices,
     Continuations,
     HstuCall,
+    HstuFindCall,
+    HstuFound,
     HstuLayerCall,
     HstuPassCall,
     HstuShape,
     HstuWholeCall,
+    OrderSums,
+    OrderTables,
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab as Slab
@@ -243,6 +247,17 @@ class Ops(Affine, Protocol):
         """
         ...
 
+    def hstu_find(self, call: HstuFindCall) -> HstuFound | None:
+        """Compute NEXT, `best_items`, and the pass over what is found with `item_products`, in one call; same bits.
+
+        Returns:
+            None = use these ops one after the other.
+
+        Raises:
+            IndexError, ValueError: as `hstu_whole`.
+        """
+        ...
+
     def hstu_causal(self, call: HstuCall) -> Tensor:
         """Attend from history rows: each new row sees every cached token and the new rows up to itself.
 
@@ -322,6 +337,33 @@ class Ops(Affine, Protocol):
             items: float32 [I, d], finite.
             k: at least 1; may be more than there are items.
             hidden: pairs that must not be found.
+        """
+        ...
+
+    def item_products(self, query: Tensor, items: Tensor, rows: Tensor) -> Tensor:
+        """Multiply a query with some items, each by itself: no product depends on the others.
+
+        Args:
+            query: float32 [d].
+            items: float32 [I, d].
+            rows: int64 [n] of items.
+
+        Returns:
+            float32 [n].
+
+        Raises:
+            IndexError: a row is none of the items'.
+        """
+        ...
+
+    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+        """Prepare the sums of a fitted order by a kernel of the host; None = numpy computes them.
+
+        Args:
+            tables: that nobody writes to afterwards.
+
+        Returns:
+            What any thread may call.
         """
         ...
 

@@ -167,6 +167,28 @@ class HstuWholeCall(NamedTuple):
     answer: str  # a head; another name = the final rows
 
 
+class HstuFindCall(NamedTuple):
+    """Arguments of `hstu_find`: NEXT of each request, the search, and what of each is scored. B = requests."""
+
+    next: HstuWholeCall  # NEXT is each segment's one candidate
+    items: Tensor  # fp32 [>= I, dim], that u is compared with
+    num_items: int  # I
+    k: int  # most items to find, at least 1
+    hidden: Sequence[npt.NDArray[np.int64]]  # [B] item rows that must not be found, in any order
+    wanted: Sequence[int]  # [B] most of the found items that are scored, at most k
+    least: Sequence[int]  # [B] if fewer are found, none is scored
+
+
+class HstuFound(NamedTuple):
+    """What `hstu_find` computed, on the host. s = all items that were scored, request after request."""
+
+    vectors: npt.NDArray[np.float32]  # [B, dim] u
+    items: npt.NDArray[np.int64]  # [B, k] rows, best first, of equals the lower row; -1 where there is no more
+    num_scored: npt.NDArray[np.int64]  # [B] of the first ones
+    logits: npt.NDArray[np.float32]  # [s, tasks]
+    products: npt.NDArray[np.float32]  # [s] u with each
+
+
 class HstuLayerCall(NamedTuple):
     """Arguments of `HstuPass.mix`."""
 
@@ -175,6 +197,38 @@ class HstuLayerCall(NamedTuple):
     bias: BiasTables
     norm: nn.LayerNorm  # of the attention
     is_last: bool  # only candidates go on
+
+
+class OrderTables(NamedTuple):
+    """What a fitted order reads of its catalogue. I = items, S = successors kept of an item, K = neighbours.
+
+    Row I of `rest` and `shares` is that of a new item. `npu_gr/model/order.py` says what they mean.
+    """
+
+    successors: npt.NDArray[np.int32]  # [I, S] item rows, ascending; -1 = padding
+    log_prob: npt.NDArray[np.float32]  # [I, S]
+    rest: npt.NDArray[np.float32]  # [I + 1]
+    shares: npt.NDArray[np.float32]  # [I + 1]
+    neighbours: npt.NDArray[np.int32]  # [I, K] as `successors`; K = 0: there are none
+    similarity: npt.NDArray[np.float32]  # [I, K]
+    decay: float  # of an event's weight, with each newer event
+    scale: float  # of a mean similarity
+    weights: tuple[float, float, float, float, float]  # of retrieval, click, transitions, neighbours, seen
+
+
+class OrderCall(NamedTuple):
+    """The candidates of one request, and what its fitted order knows of them."""
+
+    recent: npt.NDArray[np.int64]  # [n] item rows of the last events, oldest first
+    num_followed: int  # of the newest of them, whose successors count
+    num_liked: int  # and whose neighbours count, each item once
+    candidates: npt.NDArray[np.int64]  # [c] item rows
+    retrieval: npt.NDArray[np.float32] | None  # [c]; None of these three: 0
+    click: npt.NDArray[np.float32] | None
+    seen: npt.NDArray[np.float32] | None
+
+
+OrderSums = Callable[[OrderCall], npt.NDArray[np.float32]]  # -> [c]
 
 
 class BeamCall(NamedTuple):

@@ -182,3 +182,7 @@ class ReferenceBackend(SingleStream):
         short = max(0, k - len(items))
         pad = torch.nn.functional.pad
         return Best(pad(best[:, :k], (0, short), value=-torch.inf), pad(order[:, :k], (0, short), value=-1))
+
+    def item_products(self, query: Tensor, items: Tensor, rows: Tensor) -> Tensor:
+        """Multiply the rows with the query."""
+        return (items[rows] * query).sum(-1)

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.base import HstuPass
-from npu_gr.backend.calls import HstuPassCall, HstuShape, HstuWholeCall
+from npu_gr.backend.calls import (
+    HstuFindCall,
+    HstuFound,
+    HstuPassCall,
+    HstuShape,
+    HstuWholeCall,
+    OrderSums,
+    OrderTables,
+)
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +107,14 @@ class SingleStream:
 
     def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
         """Have no kernels for whole passes."""
+        return None
+
+    def hstu_find(self, call: HstuFindCall) -> HstuFound | None:
+        """Have no kernel for it."""
+        return None
+
+    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+        """Have no kernel for it."""
         return None
 
     def synchronize(self) -> None:

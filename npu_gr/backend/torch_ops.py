@@ -347,3 +347,6 @@ class TorchOps(SingleStream):
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
         return top_k(queries, items, k, hidden)
+
+    def item_products(self, query: Tensor, items: Tensor, rows: Tensor) -> Tensor:
+        return (items[rows] * query).sum(-1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,6 +123,19 @@ def _median(bench: _Bench, baseline: str, ours: list[float], theirs: list[float]
     )
 
 
+def request_of(way: Way, user: UserKey, events: Events) -> RecommendRequest:
+    """Ask for items as an arm does."""
+    return RecommendRequest(
+        user=user,
+        history=HistoryRef(events=events),
+        num_items=10,
+        exclude_seen=True,
+        timestamp=SHOWN_AT,
+        sources=way.sources,
+        order=way.order,
+    )
+
+
 class _Bench:
     """Users with histories of one length, and the instance that serves them."""
 
@@ -144,38 +157,34 @@ class _Bench:
         times = after + np.cumsum(self._random.integers(1, 3_600, count))
         return Events.make(ids[self._random.integers(0, len(ids), count)], actions, times)
 
-    async def recommend(self, way: Way, user: UserKey, events: Events) -> None:
-        """Send one recommend of an arm."""
-        request = RecommendRequest(
-            user=user,
-            history=HistoryRef(events=events),
-            num_items=10,
-            exclude_seen=True,
-            timestamp=SHOWN_AT,
-            sources=way.sources,
-            order=way.order,
-        )
+    async def recommend(self, request: RecommendRequest) -> None:
+        """Send one recommend."""
         answer = await self._service.serve(RECOMMEND, request, BUDGET_S)
         assert not answer.degraded, answer.stages
 
     async def alone(self, count: int) -> tuple[list[float], list[float], list[float]]:
-        """Time a rank, a recommend from the trunk and one from two models in turn, each from a resident prefix."""
+        """Time a rank, a recommend from the trunk and one from two models, each from a resident prefix.
+
+        They take turns in an order drawn anew each time, so that none always follows the same other one, which has
+        emptied the processor's caches more or less.
+        """
         events = self._events(self.num_tokens)
         user = UserKey("bench", f"alone {self.num_tokens}")
         candidates = self._random.permutation(self._ranking.vocabulary.ids)[: self.num_candidates]
         rank = RankRequest(user=user, candidates=candidates, history=HistoryRef(events=events), timestamp=SHOWN_AT)
-        asked: list[Callable[[], object]] = [
+        recommends = [request_of(way, user, events) for way in (ONE_TRUNK, TWO_MODELS)]
+        asked: list[Callable[[], Awaitable[object]]] = [
             lambda: self._service.serve(RANK, rank, BUDGET_S),
-            lambda: self.recommend(ONE_TRUNK, user, events),
-            lambda: self.recommend(TWO_MODELS, user, events),
+            lambda: self.recommend(recommends[0]),
+            lambda: self.recommend(recommends[1]),
         ]
         samples: tuple[list[float], list[float], list[float]] = ([], [], [])
         for number in range(-3, count):  # the first ones make the prefixes resident
-            for ask, row in zip(asked, samples, strict=True):
+            for turn in self._random.permutation(len(asked)).tolist():
                 began_at = time.perf_counter()
-                await ask()  # type: ignore[misc]
+                await asked[turn]()
                 if number >= 0:
-                    row.append(time.perf_counter() - began_at)
+                    samples[turn].append(time.perf_counter() - began_at)
         return samples
 
     async def goodput(self, way: Way, goal_s: float, seconds: float) -> float:
@@ -214,7 +223,7 @@ class _Bench:
             if late > allowed_late(count):
                 return  # the run is lost
             try:
-                await self.recommend(way, users[user], events)
+                await self.recommend(request_of(way, users[user], events))
                 late += time.perf_counter() - due_at > goal_s
             except (NpuGrError, AssertionError):
                 late += 1

@@ -17,11 +17,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from msgspec.structs import replace
 
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
-from npu_gr.backend.calls import HstuIds
+from npu_gr.backend.calls import HstuFindCall, HstuIds, HstuSegment
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.kinds import RECOMMEND
@@ -90,8 +89,10 @@ class RankPass(msgspec.Struct, frozen=True, eq=False):
     def then(self, candidates: I64, vector: F32, cross: Encoded | None) -> RankPass:
         """Make the pass over candidates [c] that follows this one at once: it reads the pages that this one wrote."""
         cached = self.cached if self.keep is None else CachedPrefix(self.keep, len(self.tokens))
-        features = self.features._replace(cross=cross)
-        return replace(self, candidates=candidates, vector=vector, cached=cached, keep=None, features=features)
+        features = LateFeatures(self.features.request, cross)
+        return RankPass(
+            self.tokens, self.first_token, candidates, self.candidate_time, cached, None, vector, features
+        )  # fmt: skip
 
 
 class RankScores(NamedTuple):
@@ -117,10 +118,16 @@ class NextItems(NamedTuple):
 class Ahead:
     """A rank of what a pass finds, in the same job: the request would ask for it as soon as it had the items."""
 
-    choose: Callable[[I64], I64]  # found item rows -> those to score, or none; called on a device thread
-    max_candidates: int
+    merge: Callable[[I64], I64] | None  # found item rows -> all candidates; called on a device thread; None = as found
+    max_candidates: int  # the first so many are scored
+    least: int = 0  # of fewer candidates none is scored
     cross: Callable[[I64], Encoded | None] = lambda _rows: None  # of those; called there too
     found: NextItems | None = None  # kept here too, for a request whose wait ended before the job did
+
+    def candidates(self, found: I64) -> I64:
+        """Choose the rows that are scored, or none."""
+        rows = found if self.merge is None else self.merge(found)
+        return rows[: self.max_candidates if len(rows) >= self.least else 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +138,14 @@ class FindPass:
     k: int  # most items to find; 0 = only u is wanted
     hidden: I64  # [n] item rows that must not be found, each once
     ahead: Ahead | None = None  # None = nothing is scored
+
+    @property
+    def scored_as_found(self) -> tuple[int, int]:
+        """Most of the found items that are scored as they stand, and of how few none is."""
+        ahead = self.ahead
+        if ahead is None or ahead.merge is not None or self.k < ahead.least:
+            return 0, 0
+        return min(self.k, ahead.max_candidates), ahead.least
 
     @property
     def demand(self) -> Demand:
@@ -248,7 +263,7 @@ class RankEngine(PageJobs):
         Returns:
             one array of logits [c, tasks] a request; [c, tasks + 1] with the retrieval scores if it has a vector.
         """
-        scores = self.model(self.backend, [self._segment(p) for p in passes])
+        scores = self._run(passes, is_next=False)
         for place, p in enumerate(passes):
             if p.vector is not None:
                 scores[place] = torch.cat([scores[place], self._products(p)[:, None]], 1)
@@ -261,8 +276,12 @@ class RankEngine(PageJobs):
 
         Only on a device thread.
         """
-        found = self.model(self.backend, [self._segment(work.history, is_next=True) for work in works])
-        vectors = torch.cat(found).float()
+        answers = self._found_at_once(works)
+        return self._ranked_ahead(works, self._found(works) if answers is None else answers)
+
+    def _found(self, works: Sequence[FindPass]) -> list[NextItems]:
+        found = self._run([work.history for work in works], is_next=True)
+        vectors = (found[0] if len(found) == 1 else torch.cat(found)).float()
         host = vectors.cpu().numpy()
         most = max(work.k for work in works)
         best = np.empty((len(works), 0), np.int64)
@@ -274,15 +293,45 @@ class RankEngine(PageJobs):
         for work, u, rows in zip(works, host, best, strict=True):
             own = rows[: work.k]
             answers.append(NextItems(own[own >= 0], u))
-        return self._ranked_ahead(works, answers)
+        return answers
+
+    def _found_at_once(self, works: Sequence[FindPass]) -> list[NextItems] | None:
+        """Find, and score what is ranked as it was found, in one call of the device; None = it has none for this."""
+        most = max(work.k for work in works)
+        passes = [work.history for work in works]
+        told = self._all_told(passes, is_next=True) if most else None
+        if told is None:
+            return None
+        wanted, least = zip(*(work.scored_as_found for work in works), strict=True)
+        hidden = [work.hidden for work in works]
+        found = self.model.find_in_one_call(
+            self.backend,
+            told,
+            partial(self._segments, passes, is_next=True),
+            lambda call: HstuFindCall(call, self._table(), self.num_rows, most, hidden, wanted, least),
+        )
+        if found is None:
+            return None
+        answers, end = [], 0
+        for work, u, rows, count in zip(works, found.vectors, found.items, found.num_scored.tolist(), strict=True):
+            own = rows[: work.k]
+            if work.k and own[-1] < 0:  # there are fewer
+                own = own[own >= 0]
+            answer = NextItems(own, u)
+            if count:
+                part = slice(end, end := end + count)
+                scores = RankScores(found.logits[part], found.products[part])
+                answer = NextItems(own, u, own[:count], scores, work.history.features)
+            answers.append(answer)
+        return answers
 
     def _ranked_ahead(self, works: Sequence[FindPass], answers: list[NextItems]) -> list[NextItems]:
-        """Score what the requests choose of what they found, all in one more pass."""
+        """Score what the requests choose of what they found, where that was not done yet, all in one more pass."""
         passes: dict[int, RankPass] = {}
         for place, (work, found) in enumerate(zip(works, answers, strict=True)):
             if work.ahead is not None:
                 work.ahead.found = found
-                if len(rows := work.ahead.choose(found.rows)):
+                if found.scores is None and len(rows := work.ahead.candidates(found.rows)):
                     passes[place] = work.history.then(rows, found.vector, work.ahead.cross(rows))
         if passes:
             for (place, one), scores in zip(passes.items(), self.forward([*passes.values()]), strict=True):
@@ -314,17 +363,62 @@ class RankEngine(PageJobs):
     def _products(self, work: RankPass) -> torch.Tensor:
         """Multiply u with each candidate, [c]: row by row, so that a score does not depend on the others."""
         assert work.vector is not None
-        rows = self._table()[self.backend.upload(work.candidates)]
-        return (rows * self.backend.upload(work.vector)).sum(-1)
+        return self.backend.item_products(
+            self.backend.upload(work.vector), self._table(), self.backend.upload(work.candidates)
+        )
+
+    def _run(self, passes: Sequence[RankPass], *, is_next: bool) -> list[torch.Tensor]:
+        """Run the model over all requests: in one call of the device, where it takes them, without a tensor of each."""
+        segments = partial(self._segments, passes, is_next=is_next)
+        told = self._all_told(passes, is_next=is_next)
+        if told is not None and (found := self.model.in_one_call(self.backend, told, is_next, segments)) is not None:
+            return found
+        scores: list[torch.Tensor] = self.model(self.backend, segments())
+        return scores
+
+    def _segments(self, passes: Sequence[RankPass], *, is_next: bool) -> list[Segment]:
+        return [self._segment(work, is_next=is_next) for work in passes]
+
+    def _all_told(self, passes: Sequence[RankPass], *, is_next: bool) -> list[HstuSegment] | None:
+        """Say a batch in numbers; None = the model's passes, or one of these, are not for kernels of whole passes."""
+        if not self.model.config.has_plain_passes:
+            return None
+        told = []
+        for work in passes:
+            one = self._told(work, is_next=is_next)
+            if one is None:
+                return None
+            told.append(one)
+        return told
+
+    def _told(self, work: RankPass, *, is_next: bool) -> HstuSegment | None:
+        """Say in numbers what `_segment` makes tensors of; None = pages do not say it all."""
+        tokens, cached = work.tokens, work.cached
+        keep = work.keep
+        start = _start(work)
+        first = 0 if cached else start
+        if keep is not None and first:
+            return None  # its rows stand behind tokens that the pass leaves out
+        runs = keep or (cached.runs if cached else None)
+        event = max(start - tokens.num_user, 0)
+        candidates = self._next if is_next else work.candidates
+        return HstuSegment(
+            start - first,
+            len(tokens) - start,
+            len(candidates),
+            _times(work)[first:],
+            work.candidate_time,
+            None if runs is None else self.arena.paged(runs),
+            keep is not None,
+            HstuIds(tokens.rows[event:], tokens.events.actions[event:], candidates),
+        )
 
     def _segment(self, work: RankPass, *, is_next: bool = False) -> Segment:
         cached = work.cached
-        start = cached.num_tokens if cached else work.first_token
-        times = work.tokens.timestamps
-        if not len(work.tokens.rows):  # the user's tokens, if any: as old as the candidates
-            times = np.full_like(times, work.candidate_time)
+        start = _start(work)
+        times = _times(work)
         new = work.tokens[start:] if start else work.tokens
-        start = len(work.tokens) - len(new)  # not among the user's tokens
+        told = self._told(work, is_next=is_next)
         past = None
         if cached:
             arena = self.arena
@@ -343,7 +437,7 @@ class RankEngine(PageJobs):
             is_next=is_next,
             past=past,
             sink=None if work.keep is None else self.arena.sink(work.keep, start),
-            host=self._host_tokens(work, start, times, HstuIds(new.rows, new.events.actions, candidates)),
+            host=None if told is None else HostTokens(told.times, told.pages, told.ids),
             user=self._values(new.user),
             events=self._values(new.features),
             request=self._values(work.features.request),
@@ -352,14 +446,6 @@ class RankEngine(PageJobs):
 
     def _values(self, encoded: Encoded | None) -> FeatureValues | None:
         return None if encoded is None else FeatureValues(*map(self.backend.upload, encoded))
-
-    def _host_tokens(self, work: RankPass, start: int, times: I64, ids: HstuIds) -> HostTokens | None:
-        """What `Past` and `Sink` are, as numbers; None = the pages do not say it all."""
-        first = 0 if work.cached else start
-        if work.keep is not None and first:
-            return None  # its rows stand behind tokens that the pass leaves out
-        runs = work.keep or (work.cached.runs if work.cached else None)
-        return HostTokens(times[first:], None if runs is None else self.arena.paged(runs), ids)
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
         """Run every shape twice, time the second run, fit the cost model and keep it.
@@ -389,3 +475,15 @@ class RankEngine(PageJobs):
             await self.timed(partial(self.find_all, [FindPass(history, k, np.empty(0, np.int64))])) for k in (0, FOUND)
         ]
         return max(0.0, with_s - without_s)
+
+
+def _start(work: RankPass) -> int:
+    """The first token that a pass computes: never one among the user's, which are not parted."""
+    start = work.cached.num_tokens if work.cached else work.first_token
+    return max(start, work.tokens.num_user) if start else 0
+
+
+def _times(work: RankPass) -> I64:
+    """Unix seconds of each token; of a history without events, the user's tokens are as old as the candidates."""
+    times = work.tokens.timestamps
+    return times if len(work.tokens.rows) else np.full_like(times, work.candidate_time)

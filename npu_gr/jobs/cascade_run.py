@@ -20,7 +20,7 @@ import inspect
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -64,6 +64,17 @@ from npu_gr.metrics.registry import Metrics
 log = logging.getLogger(__name__)
 
 HOOK = "hook"  # the source of an item that the hook added
+
+
+class Origins(dict[int, str]):
+    """The first source of each item, and one of all items that are not named."""
+
+    def __init__(self, other: str, items: Iterable[tuple[int, str]] = ()) -> None:
+        super().__init__(items)
+        self._other = other
+
+    def __missing__(self, item: int) -> str:
+        return self._other
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,7 @@ class CascadeRun:
         self._order = request.order or config.order_of(has_order=ranking.order is not None)
         if self._order == "fitted" and ranking.order is None:
             raise Unprocessable("order: 'fitted' needs a ranker with a fitted order, and this one has none")
+        self._vocabulary = ranking.vocabulary
         self._sources = _chosen(parts.sources, request.sources)
         self.uses_trunk = TRUNK in self._sources or self._order == "fitted"
         if self.uses_trunk and TRUNK not in self._sources:  # for u alone
@@ -135,16 +147,20 @@ class CascadeRun:
     async def answer(self, verdict: Verdict | None, history_s: float) -> RecommendAnswer:
         """Run the stages one after the other."""
         async with self._trunk:
-            origins = await self._retrieve()
+            items, origins = await self._retrieve()
             retrieved_at = time.monotonic()
-            known, unknown = self._parted(await self._hooked(np.fromiter(origins, np.int64)), origins)
+            known, rows, unknown = self._parted(await self._hooked(items), origins)
             known, unknown = known[: self.max_candidates], unknown[: max(0, self.max_candidates - len(known))]
             prepared_at = time.monotonic()
-            ranked = await self._rank(known) if self._order != "retrieval" and (len(known) or self._unknown) else None
-        scores = self._scores(known, ranked) if ranked else np.full(len(known), np.nan, np.float32)
+            is_ranked = self._order != "retrieval" and (len(known) or self._unknown)
+            ranked = await self._rank(known, rows[: len(known)]) if is_ranked else None
+        scores = self._scores(known, rows[: len(known)], ranked) if ranked else np.full(len(known), np.nan, np.float32)
         order = by_both(scores) if ranked and self._order == "fused" else best_first(scores)
-        items = np.concatenate([known[order], unknown])[: self._request.num_items]
-        scores = np.concatenate([scores[order], np.full(len(unknown), np.nan, np.float32)])[: len(items)]
+        order = order[: self._request.num_items]
+        items, scores = known[order], scores[order]
+        if len(unknown):
+            items = np.concatenate([items, unknown])[: self._request.num_items]
+            scores = np.concatenate([scores, np.full(len(items) - len(scores), np.nan, np.float32)])
         return RecommendAnswer(
             model_version=self._ranking.version,
             verdict=verdict,
@@ -153,7 +169,7 @@ class CascadeRun:
             order=self._order if ranked else "retrieval",
             item_ids=items,
             scores=scores,
-            origins=tuple(origins.get(item, HOOK) for item in items.tolist()),
+            origins=tuple([origins[item] for item in items.tolist()]),
             num_candidates=len(known),
             unknown=dict(self._unknown),
             stages=tuple(self._reports),
@@ -170,17 +186,21 @@ class CascadeRun:
 
     # ---- retrieval
 
-    async def _retrieve(self) -> dict[int, str]:
+    async def _retrieve(self) -> tuple[I64, Origins]:
         """Find candidates, best first, each with its source; popular items follow if there are too few."""
         names = list(self._sources)
-        items, row = in_turns([self._allowed(one) for one in await self._asked()])
-        origins = {item: names[index] for item, index in zip(items.tolist(), row.tolist(), strict=True)}
+        allowed = [self._allowed(name, one) for name, one in zip(names, await self._asked(), strict=True)]
+        enough = min(self._request.num_items, self.max_candidates)
+        if len(allowed) == 1 and len(allowed[0]) >= enough and not self._drops_unknown and self._parts.hook is None:
+            return allowed[0], Origins(names[0])  # no other item will come
+        items, row = in_turns(allowed)
+        origins = Origins(HOOK, zip(items.tolist(), [names[index] for index in row.tolist()], strict=True))
         if self._drops_unknown:  # now, so that popular items fill up what is short
-            known, _ = self._parted(items, origins)
-            origins = {item: origins[item] for item in known.tolist()}
-        if len(origins) < min(self._request.num_items, self.max_candidates):
+            items, _, _ = self._parted(items, origins)
+            origins = Origins(HOOK, [(item, origins[item]) for item in items.tolist()])
+        if len(origins) < enough:
             self._fill_up(origins)
-        return origins
+        return np.fromiter(origins, np.int64), origins
 
     async def _asked(self) -> list[I64]:
         """Ask all sources, side by side: what each found, in their order."""
@@ -207,12 +227,11 @@ class CascadeRun:
 
         def merged(items: I64) -> I64:
             ours = {**found, TRUNK: items}
-            chosen = in_turns([self._allowed(ours[name]) for name in self._sources])[0]
-            if len(self._parts.popular) and len(chosen) < min(self._request.num_items, self.max_candidates):
-                return chosen[:0]  # popular ones will follow
-            return chosen[: self.max_candidates]
+            return in_turns([self._allowed(name, ours[name]) for name in self._sources])[0]
 
-        self._trunk.rank_ahead(merged)
+        # of fewer, popular ones will follow
+        least = min(self._request.num_items, self.max_candidates) if len(self._parts.popular) else 0
+        self._trunk.rank_ahead(merged if len(self._sources) > 1 else None, least)
         for name in sorted(self._sources, key=lambda name: name == TRUNK):
             one = await self._ask(name, self._sources[name])
             if isinstance(one, RequestError):
@@ -220,7 +239,7 @@ class CascadeRun:
             found[name] = one
         return [found[name] for name in self._sources]
 
-    def _fill_up(self, origins: dict[int, str]) -> None:
+    def _fill_up(self, origins: Origins) -> None:
         """Add popular items after the candidates that were found."""
         began_at = time.monotonic()
         popular = self._parts.popular
@@ -230,9 +249,9 @@ class CascadeRun:
             return
         # whoever drops what the ranker lacks may need the whole list: its best items may be the new ones
         most = len(popular) if self._drops_unknown else self.max_candidates + len(self._denied)
-        items = self._allowed(popular[:most])
+        items = self._allowed(POPULAR, popular[:most])
         if self._drops_unknown:
-            items, _ = self._parted(items, dict.fromkeys(items.tolist(), POPULAR))
+            items, _, _ = self._parted(items, Origins(POPULAR))
         for item in items.tolist():
             origins.setdefault(item, POPULAR)
         self._report(POPULAR, StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items))
@@ -275,22 +294,32 @@ class CascadeRun:
         self._report(name, result, began_at, len(items))
         return items
 
-    def _allowed(self, items: I64) -> I64:
-        allowed: I64 = items[~(among(items, self._denied) | among(items, self._ranking.items.withdrawn))]
-        return allowed
+    def _allowed(self, source: str, items: I64) -> I64:
+        """Leave out what must not come. The trunk's search hides what is denied, but no row that it gets meanwhile."""
+        if source != TRUNK or self._ranking.vocabulary is not self._vocabulary:
+            items = items[~among(items, self._denied)]
+        withdrawn = self._ranking.items.withdrawn
+        return items[~among(items, withdrawn)] if len(withdrawn) else items
 
     # ---- items that the ranker does not know
 
-    def _parted(self, items: I64, origins: Mapping[int, str]) -> tuple[I64, I64]:
+    def _parted(self, items: I64, origins: Origins) -> tuple[I64, I64, I64]:
         """Part the items that the ranker knows from those that it does not, and count these by their sources.
 
         Returns:
-            Known and unknown items, each in the given order; no unknown ones if they are to be dropped.
+            Known items, their rows, and unknown items, each in the given order; no unknown ones if they are to be
+            dropped.
         """
+        rows = self._trunk.rows_of(items)
+        if rows is not None:
+            return items, rows, items[:0]
         rows = self._ranking.vocabulary.rows(items)
-        unknown = items[rows == UNKNOWN]
-        self._unknown.update(origins.get(item, HOOK) for item in unknown.tolist())
-        return items[rows != UNKNOWN], unknown[:0] if self._drops_unknown else unknown
+        is_known = rows != UNKNOWN
+        if is_known.all():
+            return items, rows, items[:0]
+        unknown = items[~is_known]
+        self._unknown.update(origins[item] for item in unknown.tolist())
+        return items[is_known], rows[is_known], unknown[:0] if self._drops_unknown else unknown
 
     # ---- pre-processing
 
@@ -320,8 +349,8 @@ class CascadeRun:
 
     # ---- rank
 
-    async def _rank(self, items: I64) -> RankAnswer | None:
-        """Score the candidates, all of which the ranker knows.
+    async def _rank(self, items: I64, rows: I64) -> RankAnswer | None:
+        """Score the candidates, [n] external ids and their rows, all of which the ranker knows.
 
         Returns:
             None = there is none, or the rank failed and the configuration answers without it.
@@ -339,10 +368,12 @@ class CascadeRun:
             request_features=self._request.request_features,
         )
         try:
-            async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
-                # the rank's objective counts from its own stage: counted from the cascade's arrival it would be over
-                # before retrieval is done, and every cascade would overtake every rank
-                ranked = await self._trunk.rank(request, Call(began_at, deadline_at, tenant=request.user.tenant))
+            ranked = self._trunk.ranked_ahead(request, rows)
+            if ranked is None:
+                async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
+                    # the rank's objective counts from its own stage: counted from the cascade's arrival it would be
+                    # over before retrieval is done, and every cascade would overtake every rank
+                    ranked = await self._trunk.rank(request, Call(began_at, deadline_at, tenant=request.user.tenant))
         except NpuGrError as error:
             if self._parts.config.on_rank_failure == "fail":
                 raise
@@ -353,20 +384,15 @@ class CascadeRun:
         self._report("rank", StageResult.PARTIAL if is_partial else StageResult.OK, began_at, len(items))
         return ranked
 
-    def _scores(self, items: I64, ranked: RankAnswer) -> F32:
-        """Compute what the ranked items, [n] external ids, are ordered by."""
-        fitted = self._ranking.order
+    def _scores(self, items: I64, rows: I64, ranked: RankAnswer) -> F32:
+        """Compute what the ranked items, [n] external ids and their rows, are ordered by."""
+        fitted = self._ranking.order_sum
         if self._order != "fitted" or fitted is None:
             return next(iter(ranked.scores.values()))
-        retrieval = ranked.retrieval
-        rows = self._ranking.vocabulary.rows(items)
-        return fitted.scores(
-            np.zeros(len(items), np.float32) if retrieval is None else retrieval,  # without u the other terms decide
-            ranked.scores[fitted.task],
-            fitted.transitions(self._tokens.rows, rows),
-            fitted.alike(self._tokens.rows, rows),
-            among(items, np.sort(self._history.events.items)).astype(np.float32),
-        )
+        seen = None
+        if self._parts.hook or not self._exclude_seen:  # else none can be
+            seen = among(items, np.sort(self._history.events.items)).astype(np.float32)
+        return fitted(self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], seen)
 
     def _report(self, stage: str, result: StageResult, began_at: float, num_items: int) -> None:
         took_s = time.monotonic() - began_at

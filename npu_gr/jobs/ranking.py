@@ -46,6 +46,7 @@ from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.computed_features import cross_features
 from npu_gr.model.order import Order
+from npu_gr.model.order_sum import OrderSum
 from npu_gr.relay.relay import Lease, Relay
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class Ranking:
         self.names = names  # replaced where a reload finds others beside the same weights
         self.items = items
         self.order = order
+        self.order_sum = None if order is None else OrderSum(order, engine.backend)
         self.engine = engine
         self._tokens_per_event = engine.model.config.tokens_per_event
         self.reconfigure(config)
@@ -188,11 +190,14 @@ class Ranking:
             )
         return self._answer(request, work, lease, scored, known, {"history": history_s, "lease": lease_s})
 
-    def ranked_ahead(self, request: RankRequest, tokens: Tokens, lease: Lease, found: NextItems) -> RankAnswer | None:
+    def ranked_ahead(
+        self, request: RankRequest, rows: I64, tokens: Tokens, lease: Lease, found: NextItems
+    ) -> RankAnswer | None:
         """Answer a rank from what `find` scored ahead.
 
         Args:
             request: its candidates.
+            rows: of the candidates, all of which are known.
             tokens: of its history.
             lease: that `find` used.
             found: by it.
@@ -202,7 +207,7 @@ class Ranking:
         """
         if found.candidates is None or found.scores is None:
             return None
-        if not np.array_equal(self.vocabulary.ids_of(found.candidates), request.candidates):
+        if len(rows) != len(found.candidates) or not (rows == found.candidates).all():
             return None
         assert request.timestamp is not None
         known = np.ones(len(found.candidates), np.bool_)

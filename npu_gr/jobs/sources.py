@@ -38,7 +38,7 @@ class SourceRequest(NamedTuple):
 POPULAR = "popular"  # the list of popular items, among the names of sources
 
 Source = Callable[[SourceRequest], Awaitable[I64]]
-"""Answers items, best first. Raises ColdUser if it knows nothing of the user, NpuGrError if it failed."""
+"""Answers items, best first, each once. Raises ColdUser if it knows nothing of the user, NpuGrError if it failed."""
 
 
 class SizedSource(NamedTuple):

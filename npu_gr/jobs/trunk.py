@@ -3,8 +3,8 @@
     find    lease of the prefix KV -> NEXT (with the encode, where something is missing) -> u -> the best items
     rank    the same prefix -> logits of the candidates, and u . e_i of each, whichever source it came from
 
-Where nobody has a word between the two (`rank_ahead`), both passes are one job of the device: `rank` then finds its
-scores there already, unless other candidates came to be ranked after all.
+Where nobody has a word between the two (`rank_ahead`), both passes are one job of the device: `ranked_ahead` then has
+the scores, unless other candidates came to be ranked after all.
 
 Lease, item table and order are of one version. A prefix that the first pass wrote is published before the second, so
 that other requests of the user need not wait for this one's sources. Where no page holds it (a short history, no room,
@@ -14,7 +14,7 @@ a device that failed to read it), the second pass leases it as any rank does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 
 import numpy as np
@@ -62,11 +62,13 @@ class TrunkUse:
         self._shown_at = shown_at
         self._max_candidates = max_candidates
         self._features = features
-        self._held = AsyncExitStack()
+        self._held: AbstractAsyncContextManager[Lease] | None = None
         self._first: Lease | None = None  # how the first pass got the prefix
         self._lease: Lease | None = None  # for the second
         self._ahead: Ahead | None = None
         self._found: NextItems | None = None
+        self._ids: I64 | None = None  # of what was found, by this vocabulary
+        self._vocabulary = ranking.vocabulary
 
     async def __aenter__(self) -> TrunkUse:
         return self
@@ -74,24 +76,29 @@ class TrunkUse:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        await self._held.__aexit__(kind, error, where)
+        held, self._held = self._held, None
+        if held is not None:
+            await held.__aexit__(kind, error, where)
 
-    def rank_ahead(self, choose: Callable[[I64], I64]) -> None:
+    def rank_ahead(self, merge: Callable[[I64], I64] | None, least: int) -> None:
         """Let `find` score candidates in the same job.
 
         Args:
-            choose: external ids that were found -> those that will be ranked, all known; none = that is not known yet.
-                Called on a device thread.
+            merge: external ids that were found -> all candidates, known ones, of which the first will be ranked; None =
+                they are what was found. Called on a device thread.
+            least: candidates that make it certain that no others will be ranked.
         """
         ranking = self._ranking
 
-        def chosen(rows: I64) -> I64:
+        def merged(rows: I64) -> I64:
+            assert merge is not None
             known = ranking.vocabulary
-            return known.rows(choose(known.ids_of(rows)))
+            return known.rows(merge(known.ids_of(rows)))
 
         self._ahead = Ahead(
-            chosen,
+            None if merge is None else merged,
             self._max_candidates,
+            least,
             lambda rows: ranking.late.of_candidates(NO_COLUMNS, self._tokens, rows, self._shown_at),
         )
 
@@ -117,6 +124,7 @@ class TrunkUse:
             Overloaded, DeadlineExceeded, DeviceError: as `RankEngine.find`.
         """
         ranking = self._ranking
+        self._vocabulary = ranking.vocabulary
         lease = await self._leased(1, call.deadline_at)
         try:
             rows = ranking.vocabulary.rows(denied)
@@ -128,23 +136,36 @@ class TrunkUse:
             )
         except BaseException:  # a cancellation too: pages that are half written must not be found
             lease.discard()
-            await self._held.aclose()
+            await self._let_go()
             raise
         self._first = used
         self._found = found
+        self._ids = ranking.vocabulary.ids_of(found.rows)
         if found.scores is not None:  # a rank of others would lease for itself
-            await self._held.aclose()
-            return ranking.vocabulary.ids_of(found.rows)
+            await self._let_go()
+            return self._ids
         if used.keep is not None:
-            await self._held.aclose()  # publishes it; nobody can take it before it is leased again
+            await self._let_go()  # publishes it; nobody can take it before it is leased again
             used = await self._leased(self._max_candidates, call.deadline_at)
         if used.cached is None or used.keep is not None:  # the second pass leases for itself
             lease.discard()
             used.discard()
-            await self._held.aclose()
+            await self._let_go()
         else:
             self._lease = used
-        return ranking.vocabulary.ids_of(found.rows)
+        return self._ids
+
+    def rows_of(self, items: I64) -> I64 | None:
+        """Tell the rows of the very array that `find` returned; None = of any other, or they may have changed."""
+        if self._found is None or items is not self._ids or self._ranking.vocabulary is not self._vocabulary:
+            return None
+        return self._found.rows
+
+    def ranked_ahead(self, request: RankRequest, rows: I64) -> RankAnswer | None:
+        """Answer a rank of these item rows from what `find` scored; None = it did not score just these."""
+        if self._first is None or self._found is None:
+            return None
+        return self._ranking.ranked_ahead(request, rows, self._tokens, self._first, self._found)
 
     async def rank(self, request: RankRequest, call: Call) -> RankAnswer:
         """Score candidates; if u was found, the answer has their retrieval scores too.
@@ -157,8 +178,6 @@ class TrunkUse:
             As of `Ranking.rank`; it tells how the first pass got the prefix.
         """
         first, found = self._first, self._found
-        if first and found and (ahead := self._ranking.ranked_ahead(request, self._tokens, first, found)):
-            return ahead
         vector = None if found is None else found.vector
         ranked = await self._ranking.rank(request, self._tokens, call, lease=self._lease, vector=vector)
         if first is None:
@@ -167,5 +186,11 @@ class TrunkUse:
         return replace(ranked, outcome=first.outcome, reason=first.reason, prefix_tokens=cached)
 
     async def _leased(self, num_candidates: int, deadline_at: float) -> Lease:
-        lease = self._ranking.relay.lease(self._user, self._tokens, num_candidates, deadline_at)
-        return await self._held.enter_async_context(lease)
+        """Lease the prefix; nothing else is held meanwhile."""
+        held = self._ranking.relay.lease(self._user, self._tokens, num_candidates, deadline_at)
+        lease = await held.__aenter__()
+        self._held = held
+        return lease
+
+    async def _let_go(self) -> None:
+        await self.__aexit__(None, None, None)

@@ -176,6 +176,11 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.norm != "head" and not self.attention_norm_in_concat and self.context == "causal"
 
     @property
+    def has_plain_passes(self) -> bool:
+        """Whether kernels of whole layers know its layers, its times, and which row answers."""
+        return self.has_plain_layers and self.has_plain_times and self.head != "dot"
+
+    @property
     def has_plain_tokens(self) -> bool:
         """Whether a token is its item's vector and its action's, and nothing else."""
         others = self.features or self.is_interleaved or self.query_times is not None

@@ -19,7 +19,7 @@ Invariants: history rows never depend on candidates or on later history; candida
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -29,6 +29,8 @@ from torch.nn.functional import normalize
 from npu_gr.backend.base import Affine, Backend, HstuPass
 from npu_gr.backend.calls import (
     HstuCall,
+    HstuFindCall,
+    HstuFound,
     HstuHead,
     HstuLayerCall,
     HstuLayerWeights,
@@ -347,8 +349,11 @@ class HSTU(nn.Module):
 
     def _through_layers(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
         told = self._told(segments)
-        if told is not None and (answers := self._in_one_call(backend, segments, told)) is not None:
-            return answers
+        if told is not None:
+            kinds = {s.is_next for s in segments}
+            is_next = None if len(kinds) > 1 else kinds == {True}
+            if (answers := self.in_one_call(backend, told, is_next, lambda: segments)) is not None:
+                return answers
         alpha = self.config.attention_alpha
         x = self._embed(segments, backend)
         if told is not None and (whole := self._whole_pass(backend, told)) is not None:
@@ -430,8 +435,7 @@ class HSTU(nn.Module):
 
     def _told(self, segments: Sequence[Segment]) -> list[HstuSegment] | None:
         """Describe a batch to kernels of whole layers; None = the model, or what its host knows, is not for them."""
-        config = self.config
-        if not (config.has_plain_layers and config.has_plain_times):
+        if not self.config.has_plain_passes:
             return None
         told = []
         for s in segments:
@@ -444,34 +448,74 @@ class HSTU(nn.Module):
             told.append(HstuSegment(cached, new, own, times, s.candidate_time, pages, s.sink is not None, ids))
         return told
 
-    def _in_one_call(
-        self, backend: Backend, segments: Sequence[Segment], told: Sequence[HstuSegment]
+    def in_one_call(
+        self,
+        backend: Backend,
+        told: Sequence[HstuSegment],
+        is_next: bool | None,
+        segments: Callable[[], Sequence[Segment]],
     ) -> list[Tensor] | None:
-        """Compute the whole pass by one call of the backend; None = it has no such kernel, or not for this model."""
-        config = self.config
-        if config.scaling != "constant":
+        """Compute what `forward` does by one call of the backend. Only where `config.has_plain_passes`.
+
+        Args:
+            backend: that computes.
+            told: the batch.
+            is_next: every segment is NEXT, or none is; None = some are.
+            segments: makes the same batch of tensors, for what such a call leaves over; most passes need none.
+
+        Returns:
+            None = the backend has no such kernel, or not for this model.
+        """
+        if self.config.scaling != "constant":
             return None  # one scale for all requests
-        asks_next = {s.is_next for s in segments}
-        has_head = config.has_plain_head and asks_next == {False}
-        answer = "next" if asks_next == {True} else "logits" if has_head else "rows"
-        table = self._item_table
-        found = backend.hstu_whole(
-            HstuWholeCall(
-                self,
-                self._pass_weights,
-                self.dtype if table is None else table.dtype,
-                told,
-                None if table is None or not config.has_plain_tokens else (table, self.action.weight),
-                partial(self._embed, segments, backend),
-                answer,
-            )
-        )
+        answer = "next" if is_next else "logits" if is_next is False and self.config.has_plain_head else "rows"
+        found = backend.hstu_whole(self._whole_call(backend, told, segments, answer))
         if found is None:
             return None
-        parts = [found] if len(segments) == 1 else found.split([s.num_candidates for s in told])
+        parts = [found] if len(told) == 1 else found.split([s.num_candidates for s in told])
         if answer == "rows":
-            return [self._answer(s, own, backend) for s, own in zip(segments, parts, strict=True)]
+            with torch.inference_mode():
+                return [self._answer(s, own, backend) for s, own in zip(segments(), parts, strict=True)]
         return list(parts)
+
+    def find_in_one_call(
+        self,
+        backend: Backend,
+        told: Sequence[HstuSegment],
+        segments: Callable[[], Sequence[Segment]],
+        search: Callable[[HstuWholeCall], HstuFindCall],
+    ) -> HstuFound | None:
+        """Find items, and score what of them is wanted, by one call of the backend.
+
+        Args:
+            backend, told, segments: as of `in_one_call`; every segment is NEXT.
+            search: makes the call of that of NEXT.
+
+        Returns:
+            None = the backend has no such kernel, or not for this model.
+        """
+        config = self.config
+        if not (config.has_plain_tokens and config.has_plain_head) or config.scaling != "constant":
+            return None
+        return backend.hstu_find(search(self._whole_call(backend, told, segments, "next")))
+
+    def _whole_call(
+        self, backend: Backend, told: Sequence[HstuSegment], segments: Callable[[], Sequence[Segment]], answer: str
+    ) -> HstuWholeCall:
+        table = self._item_table
+        return HstuWholeCall(
+            self,
+            self._pass_weights,
+            self.dtype if table is None else table.dtype,
+            told,
+            None if table is None or not self.config.has_plain_tokens else (table, self.action.weight),
+            partial(self._embedded, segments, backend),
+            answer,
+        )
+
+    @torch.inference_mode()
+    def _embedded(self, segments: Callable[[], Sequence[Segment]], ops: Affine) -> Tensor:
+        return self._embed(segments(), ops)
 
     def _pass_weights(self) -> HstuWeights:
         config = self.config

@@ -85,8 +85,8 @@ class Order:
     popularity: F32  # [I] log of each item's share of the events, smoothed: finite
     neighbours: Neighbours | None = None  # None = none were counted: n is 0
     # [I + 1] each item's factor of the popularity of what is no kept successor of it; the last one is that of new items
-    _rest: F32 = field(init=False, repr=False)
-    _shares: F32 = field(init=False, repr=False)  # [I + 1] popularity; the last one is that of new items
+    rest: F32 = field(init=False, repr=False)
+    shares: F32 = field(init=False, repr=False)  # [I + 1] popularity; the last one is that of new items
 
     def __post_init__(self) -> None:
         """Check shapes and values.
@@ -113,8 +113,8 @@ class Order:
         if self.neighbours is not None and len(self.neighbours.items) != num_items:
             raise ValueError(f"neighbours: needs {num_items} rows, got {len(self.neighbours.items)}")
         share = np.exp(self.popularity.astype(np.float64))
-        object.__setattr__(self, "_rest", np.append(self._factors(share), np.float32(1 / share.sum())))
-        object.__setattr__(self, "_shares", np.append(self.popularity, np.float32(np.log(share.mean()))))
+        object.__setattr__(self, "rest", np.append(self._factors(share), np.float32(1 / share.sum())))
+        object.__setattr__(self, "shares", np.append(self.popularity, np.float32(np.log(share.mean()))))
 
     def _factors(self, share: npt.NDArray[np.float64]) -> F32:
         """Compute what an item's successors leave over, by the popularity of all others."""
@@ -143,7 +143,7 @@ class Order:
         Returns:
             float32 [c]; of an empty history the popularity. Among new items alone, that of a mean item.
         """
-        log_share = self._shares[np.minimum(candidates, self.num_items)]
+        log_share = self.shares[np.minimum(candidates, self.num_items)]
         if not len(history):
             return self._neutral(log_share, candidates)
         newest_first = history[-LAST_EVENTS:][::-1]
@@ -154,7 +154,7 @@ class Order:
         for weight, item in zip(weights, np.minimum(newest_first, self.num_items), strict=True):
             known = self.successors[item] if item < self.num_items else _NO_ROWS
             place = np.minimum(np.searchsorted(known, candidates), max(len(known) - 1, 0))
-            probability = self._rest[item] * share
+            probability = self.rest[item] * share
             if len(known):
                 kept = known[place] == candidates
                 probability[kept] = np.exp(self.log_prob[item, place[kept]].astype(np.float64))

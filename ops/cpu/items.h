@@ -1,9 +1,13 @@
 // best_items: inner products and the selection of the best in one pass over the items; the C side of
-// Backend.best_items. No score is written to memory but those that may be among the best.
+// Backend.best_items. No score is written to memory but those that may be among the best. item_products: the same
+// scores, to the last bit, of the items that are named.
 //
 // As many items as a register has lanes are taken at once, each with a sum of its own; a tree of shuffles then makes
 // one register of their scores. The first query reads them in the order in which they lie, and fetches ahead: so one
 // core reads about as fast as it can, which is what a lone query costs. The other queries find them in the L1 cache.
+#ifndef NPU_GR_ITEMS_H
+#define NPU_GR_ITEMS_H
+
 #include <algorithm>
 
 #include "items_call.h"
@@ -18,11 +22,12 @@ constexpr int64_t kAhead = 512;  // floats
 struct Kept {
   uint64_t *ranks;  // descending_key(score), then the row
   int64_t count;
-  float worst;  // rows rise, so a score must be above it to be among the best
-  const int64_t *hidden, *hidden_end;
+  float worst;                         // rows rise, so a score must be above it to be among the best
+  const int64_t *hidden, *hidden_end;  // of the rows that may still come
 
   NPU_GR_INLINE void offer(float score, int64_t row, int64_t k) {
-    if (std::binary_search(hidden, hidden_end, row)) return;
+    while (hidden != hidden_end && *hidden < row) ++hidden;
+    if (hidden != hidden_end && *hidden == row) return;
     ranks[count++] = static_cast<uint64_t>(descending_key(score)) << 32 | static_cast<uint32_t>(row);
     if (count == 2 * k) shrink(k);
   }
@@ -57,9 +62,17 @@ NPU_GR_INLINE F32 sums(const Products &products, int first = 0) {
   }
 }
 
+NPU_GR_INLINE float plus_product(float sum, float a, float b) {  // rounded the same way wherever it is used
+#if NPU_GR_FMA
+  return __builtin_fmaf(a, b, sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 NPU_GR_INLINE F32 with_rests(F32 found, const float *query, const float *first, int64_t d, int64_t dim) {
   for (; d < dim; ++d)
-    for (int i = 0; i < kLanes; ++i) found[i] += query[d] * first[i * dim + d];
+    for (int i = 0; i < kLanes; ++i) found[i] = plus_product(found[i], query[d], first[i * dim + d]);
   return found;
 }
 
@@ -88,6 +101,20 @@ NPU_GR_INLINE F32 cached_scores(const float *query, const float *first, int64_t 
     for (int i = 0; i < kLanes; ++i) x[i] += q * load(first + i * dim + d);
   }
   return with_rests(sums([&](int i) { return x[i]; }), query, first, d, dim);
+}
+
+// The same score, to the last bit, of one item: the lanes are added in the order of the tree.
+NPU_GR_INLINE float score_of(const float *query, const float *item, int64_t dim) {
+  F32 x{};
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) x += load(query + d) * load(item + d);
+  float part[kLanes];
+  store(part, x);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) part[i] = part[2 * i] + part[2 * i + 1];
+  float found = part[0];
+  for (; d < dim; ++d) found = plus_product(found, query[d], item[d]);
+  return found;
 }
 
 NPU_GR_INLINE void offer_all(Kept &kept, F32 found, int64_t first, int64_t k) {
@@ -121,15 +148,15 @@ void find_best(const ItemsJob *job) {
   }
   for (; row < num; ++row) {
     for (int64_t q = 0; q < job->num_queries; ++q) {
-      float score = 0;
-      for (int64_t d = 0; d < dim; ++d) score += job->queries[q * dim + d] * job->items[row * dim + d];
+      const float score = score_of(job->queries + q * dim, job->items + row * dim, dim);
       if (score > kept[q].worst) kept[q].offer(score, row, k);
     }
   }
   for (int64_t q = 0; q < job->num_queries; ++q) {
     Kept &of = kept[q];
-    const int64_t count = std::min(of.count, k);
-    std::partial_sort(of.ranks, of.ranks + count, of.ranks + of.count);
+    if (of.count > k) of.shrink(k);
+    const int64_t count = of.count;
+    std::sort(of.ranks, of.ranks + count);
     for (int64_t i = 0; i < k; ++i) {
       job->score[q * k + i] = i < count ? from_key(static_cast<uint32_t>(of.ranks[i] >> 32)) : -kInfinity;
       job->item[q * k + i] = i < count ? static_cast<int64_t>(static_cast<uint32_t>(of.ranks[i])) : -1;
@@ -146,5 +173,16 @@ void best_items(const ItemsJob *job) {
   }
 }
 
+int64_t item_products(const ProductsJob *job) {
+  for (int64_t i = 0; i < job->num_rows; ++i) {
+    const int64_t row = job->rows[i];
+    if (row < 0 || row >= job->num_items) return -1;
+    job->score[i] = score_of(job->query, job->items + row * job->dim, job->dim);
+  }
+  return 0;
+}
+
 }  // namespace items
 }  // namespace
+
+#endif

@@ -1,4 +1,5 @@
-// What `best_items` is asked: the best of all items for a few queries, by inner product.
+// What `best_items` is asked: the best of all items for a few queries, by inner product; and `item_products`: the
+// scores of some items for one query.
 #ifndef NPU_GR_ITEMS_CALL_H
 #define NPU_GR_ITEMS_CALL_H
 
@@ -18,6 +19,16 @@ struct ItemsJob {
   uint64_t *workspace;          // best_items_bytes of it
   float *score;   // [num_queries, k] out: best first, of equals the lower row; -inf where there is no more
   int64_t *item;  // [num_queries, k] out: rows; -1 where there is no more
+};
+
+struct ProductsJob {
+  const float *query;  // [dim]
+  const float *items;  // [num_items, dim]
+  int64_t num_items;
+  int64_t dim;
+  const int64_t *rows;  // [num_rows]
+  int64_t num_rows;
+  float *score;  // [num_rows] out
 };
 }
 

@@ -8,10 +8,12 @@
 #include <stdint.h>
 
 #include "hstu_call.h"
+#include "hstu_find_call.h"
 #include "hstu_pass_call.h"
 #include "items_call.h"
+#include "order_call.h"
 
-#define NPU_GR_ABI 6  // raise it with every change of this table; `library.py` has the same number
+#define NPU_GR_ABI 7  // raise it with every change of this table; `library.py` has the same number
 
 extern "C" {
 
@@ -113,9 +115,15 @@ struct Kernels {
   void (*affine)(const Affine *);
   int64_t (*hstu_pass_bytes)(const HstuPass *);  // of scratch, or a PassError
   void (*hstu_pass)(const HstuPass *);
+  int64_t (*hstu_find_bytes)(const HstuFind *);  // of next.scratch, or an error
+  int64_t (*hstu_find)(const HstuFind *);        // 0, or an error
 
   int64_t (*best_items_bytes)(const ItemsJob *job);  // of workspace
   void (*best_items)(const ItemsJob *job);
+  int64_t (*item_products)(const ProductsJob *job);  // 0; -1: a row is none of the items'
+
+  int64_t (*order_bytes)(int64_t num_candidates);  // of workspace
+  void (*order_sums)(const OrderJob *job);
 };
 
 // The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks

@@ -15,6 +15,8 @@
 #include "vec.h"
 
 #include "items.h"
+#include "hstu_find.h"
+#include "order.h"
 
 extern const Kernels NPU_GR_TABLE;
 const Kernels NPU_GR_TABLE = {
@@ -41,6 +43,11 @@ const Kernels NPU_GR_TABLE = {
     .affine = hstu::affine,
     .hstu_pass_bytes = hstu::hstu_pass_bytes,
     .hstu_pass = hstu::hstu_pass,
+    .hstu_find_bytes = hstu::hstu_find_bytes,
+    .hstu_find = hstu::hstu_find,
     .best_items_bytes = items::best_items_bytes,
     .best_items = items::best_items,
+    .item_products = items::item_products,
+    .order_bytes = order::order_bytes,
+    .order_sums = order::order_sums,
 };

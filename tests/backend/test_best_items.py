@@ -71,6 +71,23 @@ def test_a_query_gets_the_same_bits_alone_and_in_a_batch(native: Native, dim: in
         assert torch.equal(alone.items[0], together.items[row])
 
 
+@pytest.mark.parametrize("dim", [1, 24, 40, 64, 128])
+def test_a_product_has_the_bits_that_the_search_gives(native: Native, dim: int) -> None:
+    """Wherever the item stands, the last ones too, which fill no register."""
+    generator = torch.Generator().manual_seed(dim)
+    queries, items = (torch.randn(n, dim, generator=generator) for n in (3, 205))
+    kernel = NativeItems(native)
+    best = kernel(queries, items, 205, None)
+    for query, scores, rows in zip(queries, best.scores, best.items, strict=True):
+        assert torch.equal(kernel.products(query, items, rows), scores)
+        want = REFERENCE.item_products(query.double(), items.double(), rows)
+        assert torch.allclose(scores.double(), want, atol=1e-4)
+    assert kernel.products(queries[0], items, rows[:0]).shape == (0,)
+    for wrong in (-1, 205):
+        with pytest.raises(IndexError, match="outside of the 205 items"):
+            kernel.products(queries[0], items, torch.tensor([0, wrong]))
+
+
 def test_blocks_give_a_query_the_same_alone_and_in_a_batch() -> None:
     queries, items, _ = job(20_000, 33, 8, 0, 4, 0)
     together = top_k(queries, items, 50)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
 from npu_gr.jobs.hook import HookContext
+from npu_gr.jobs.trunk import TrunkUse
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.segment import Segment
@@ -157,6 +159,48 @@ async def test_what_must_not_come_is_hidden_once(folder: Path, monkeypatch: pyte
         await recommend(client, deny_items=denied)
     known = {*HISTORY["items"], FIRST_ID + 7}
     assert [sorted(own) for own in hidden] == [sorted(item - FIRST_ID for item in known)]
+
+
+@pytest.mark.parametrize("way", [{}, IN_TWO], ids=["one job", "two jobs"])
+async def test_what_is_withdrawn_while_it_is_found_does_not_come(
+    folder: Path, way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was scored ahead are no longer the candidates, so they are ranked after all."""
+    by_hand = ByHand(folder)
+    found = by_hand.found(HISTORY, set(HISTORY["items"]))
+    find = TrunkUse.find
+    async with serving(folder, **section(**way)) as (client, service):
+
+        async def then_withdrawn(self: TrunkUse, *given: Any) -> I64:
+            items = await find(self, *given)
+            service.versions.ranker().items.withdrawn = np.array([found[3]])
+            return items
+
+        monkeypatch.setattr(TrunkUse, "find", then_withdrawn)
+        answer = await recommend(client, num_items=NUM)
+        rest = [item for item in found if item != found[3]]
+        assert (answer["items"], answer["degraded"]) == (by_hand.ordered(rest, HISTORY), [])
+        np.testing.assert_allclose(answer["scores"], sorted(by_hand.sums(rest, HISTORY), reverse=True), atol=1e-4)
+
+
+async def test_a_denied_item_that_gets_another_row_meanwhile_does_not_come(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = TrunkUse.find
+    denied = FIRST_ID + 7
+    async with serving(folder, **section()) as (client, service):
+
+        async def then_found(self: TrunkUse, *given: Any) -> I64:
+            """The search knew the old row alone."""
+            items = await find(self, *given)
+            scored = service.versions.ranker().items
+            scored.vocabulary = copy(scored.vocabulary)
+            return np.append(items, denied)
+
+        monkeypatch.setattr(TrunkUse, "find", then_found)
+        answer = await recommend(client, num_items=NUM + 1, deny_items=[denied])
+        assert len(answer["items"]) == NUM
+        assert denied not in answer["items"]
 
 
 async def test_popular_items_follow_the_few_of_a_user_without_history(folder: Path, tmp_path: Path) -> None:
@@ -327,7 +371,9 @@ async def test_a_failing_second_pass_keeps_the_order_of_the_retrieval(folder: Pa
         def broken(_: Sequence[RankPass]) -> list[F32]:
             raise AssertionError("it broke")
 
-        service.versions.ranker().engine.forward = broken  # type: ignore[method-assign,assignment]
+        engine = service.versions.ranker().engine
+        engine.backend.hstu_find = lambda _: None  # type: ignore[method-assign,assignment]  # it has one pass
+        engine.forward = broken  # type: ignore[method-assign,assignment]
         answer = await recommend(client, num_items=NUM)
         assert answer["items"] == found
         assert (answer["outcome"], answer["order"], answer["degraded"]) == (None, "retrieval", ["rank"])
@@ -424,6 +470,7 @@ async def test_some_of_its_ranks_are_checked(folder: Path, way: dict[str, Any]) 
 async def test_the_second_pass_reads_what_the_first_one_wrote(folder: Path, way: dict[str, Any]) -> None:
     async with serving(folder, **section(**way)) as (client, service):
         engine, read = service.versions.ranker().engine, list[int]()
+        engine.backend.hstu_find = lambda _: None  # type: ignore[method-assign,assignment]  # test_hstu_find.py has the one call
         forward = engine.forward
 
         def noted(passes: Sequence[RankPass]) -> list[F32]:

@@ -12,13 +12,26 @@ from torch import Tensor, nn
 
 from npu_gr.backend.base import Arrangement
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import BeamCall, Choices, Continuations, HstuCall, HstuWholeCall, TopkCall
+from npu_gr.backend.calls import (
+    BeamCall,
+    Choices,
+    Continuations,
+    HstuCall,
+    HstuFindCall,
+    HstuFound,
+    HstuWholeCall,
+    OrderSums,
+    OrderTables,
+    TopkCall,
+)
 from npu_gr.backend.cpu.affine import AffineKernel
 from npu_gr.backend.cpu.beams import NativeBeams
 from npu_gr.backend.cpu.hstu import HstuKernels
+from npu_gr.backend.cpu.hstu_find import HstuFindKernel
 from npu_gr.backend.cpu.hstu_pass import HstuPassKernel
 from npu_gr.backend.cpu.items import NativeItems
 from npu_gr.backend.cpu.library import ELEMENT, Native, NativeError, load
+from npu_gr.backend.cpu.order import NativeOrder
 from npu_gr.backend.cpu.topk import NativeTopk
 from npu_gr.backend.names import NativeMode
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles
@@ -63,6 +76,7 @@ class CPUBackend(TorchOps):
             self._affine = AffineKernel(self.native, self._hstu)
             self._pass = HstuPassKernel(self.native, self._hstu, self._affine)
             self._items = NativeItems(self.native)
+            self._find = HstuFindKernel(self.native, self._hstu, self._pass)
         self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk"), self.kernels)
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
@@ -88,6 +102,15 @@ class CPUBackend(TorchOps):
         if self.native and len(queries):
             return self._items(queries, items, k, hidden)
         return super().best_items(queries, items, k, hidden)
+
+    def item_products(self, query: Tensor, items: Tensor, rows: Tensor) -> Tensor:
+        if self.native:
+            return self._items.products(query, items, rows)
+        return super().item_products(query, items, rows)
+
+    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+        """Sum by the native kernel."""
+        return NativeOrder(self.native, tables) if self.native else None
 
     def beam_attention(self, call: BeamCall) -> Tensor:
         """Attend in one stage: the kernel reads the prefix once for all beams anyway."""
@@ -119,6 +142,9 @@ class CPUBackend(TorchOps):
     def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
         """Compute a pass in one call, where pages, if there are any, hold tiles of the model's dtype."""
         return self._pass(call) if self._hstu and call.dtype in ELEMENT else None
+
+    def hstu_find(self, call: HstuFindCall) -> HstuFound | None:
+        return self._find(call) if self._hstu and call.next.dtype in ELEMENT else None
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
         if self._hstu and call.q.dtype in ELEMENT and call.is_plain:

@@ -26,6 +26,7 @@ _ERRORS = {
     -2: (ValueError, "a pass has fewer pages than tokens, or pages outside of its arena"),
     -3: (IndexError, "an item row is outside of the model's items"),
     -4: (IndexError, "an action is outside of the model's actions"),
+    -5: (ValueError, "the numbers of a search do not fit its requests"),
 }
 
 
@@ -49,7 +50,9 @@ class _Layer(Structure):
     ]
 
 
-class _Head(Structure):
+class PassHead(Structure):
+    """Mirror `struct PassHead`, field by field."""
+
     _fields_ = [("norm", _Norm), ("hidden", _Linear), ("out", _Linear)]
 
 
@@ -62,10 +65,12 @@ class _Model(Structure):
     ]
 
 
-class _Pass(Structure):
+class PassJob(Structure):
+    """Mirror `struct HstuPass`, field by field."""
+
     _fields_ = [
         ("model", POINTER(_Model)),
-        ("head", POINTER(_Head)),
+        ("head", POINTER(PassHead)),
         ("numbers", c_void_p),
         *((name, c_int64) for name in ("num_numbers", "num_segments")),
         *((name, c_void_p) for name in ("items", "actions")),
@@ -96,8 +101,25 @@ class _Described(NamedTuple):
     places: _Places
     stamps: Sequence[int]
     model: Any  # pointer to _Model
-    heads: Mapping[str, tuple[Any, int]]  # what is asked for -> (pointer to _Head, outputs)
+    heads: Mapping[str, tuple[Any, int]]  # what is asked for -> (pointer to PassHead, outputs)
     kept: Sequence[object]  # tensors and structures that the above point into
+
+
+class PreparedPass(NamedTuple):
+    """A pass that only lacks its head, and the memory that it writes to."""
+
+    native: PassJob
+    heads: Mapping[str, tuple[Any, int]]  # as of `_Described`
+    num_candidates: int
+    held: Sequence[object]  # what `native` points into
+
+
+def checked(found: int) -> int:
+    """Return the number of bytes that a kernel asks for, or raise what it says instead."""
+    if found < 0:
+        kind, why = _ERRORS[found]
+        raise kind(why)
+    return found
 
 
 class HstuPassKernel:
@@ -111,6 +133,19 @@ class HstuPassKernel:
         self._described: WeakKeyDictionary[nn.Module, _Described] = WeakKeyDictionary()
 
     def __call__(self, call: HstuWholeCall) -> Tensor | None:
+        ready = self.prepared(call)
+        if ready is None:
+            return None
+        native, heads = ready.native, ready.heads
+        head, width = heads.get(call.answer) or (None, native.model.contents.dim)
+        out = torch.empty(ready.num_candidates, width)
+        native.head, native.out = head, out.data_ptr()
+        native.scratch = self._hstu.scratch_at(checked(self._size(byref(native))))
+        self.run(byref(native))
+        return out
+
+    def prepared(self, call: HstuWholeCall) -> PreparedPass | None:
+        """Describe a call but for its head and what it writes to; None = the kernels do not take it."""
         parts: list[Any] = []
         num_candidates = 0
         for segment in call.segments:
@@ -121,28 +156,22 @@ class HstuPassKernel:
             num_candidates += segment.num_candidates
         described = self._described.get(call.owner)
         if described is None or described.places.stamps() != described.stamps:
-            described = self._describe(call.owner, call.weights(), call.dtype)
+            with torch.inference_mode():
+                described = self._describe(call.owner, call.weights(), call.dtype)
             if described is None:
                 return None
             self._described[call.owner] = described
-        head, width = described.heads.get(call.answer) or (None, described.model.contents.dim)
         batch = torch.from_numpy(np.concatenate(parts))
-        out = torch.empty(num_candidates, width)
-        native = _Pass(described.model, head, batch.data_ptr(), batch.shape[0], len(call.segments), out=out.data_ptr())
+        held: list[object] = [described, batch]
+        native = PassJob(described.model, None, batch.data_ptr(), batch.shape[0], len(call.segments))
         if call.embeddings is not None:
             items, actions = call.embeddings
             native.items, native.actions = items.data_ptr(), actions.data_ptr()
             native.num_items, native.num_actions = items.shape[0], actions.shape[0]
         else:
-            x = call.rows().contiguous()
+            held.append(x := call.rows().contiguous())
             native.x, native.num_rows = x.data_ptr(), x.shape[0]
-        num_bytes = self._size(byref(native))
-        if num_bytes < 0:
-            kind, why = _ERRORS[num_bytes]
-            raise kind(why)
-        native.scratch = self._hstu.scratch_at(num_bytes)
-        self.run(byref(native))
-        return out
+        return PreparedPass(native, described.heads, num_candidates, held)
 
     def _describe(self, owner: nn.Module, weights: HstuWeights, dtype: torch.dtype) -> _Described | None:
         """Describe a model; None = a write to one of its weights would go unnoticed, or they are of several dtypes."""
@@ -171,7 +200,7 @@ class HstuPassKernel:
 
         def head(of: HstuHead) -> tuple[Any, int]:
             hidden = linear(of.hidden) if of.hidden is not None else _Linear()
-            made = pointer(_Head(norm(of.norm), hidden, linear(of.out)))
+            made = pointer(PassHead(norm(of.norm), hidden, linear(of.out)))
             kept.append(made)
             return made, of.out.out_features
 

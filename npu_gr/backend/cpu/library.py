@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
-ABI = 6  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 7  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
@@ -123,8 +124,13 @@ class Table(ctypes.Structure):
         ("affine", CFUNCTYPE(None, c_void_p)),
         ("hstu_pass_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("hstu_pass", CFUNCTYPE(None, c_void_p)),
+        ("hstu_find_bytes", CFUNCTYPE(c_int64, c_void_p)),
+        ("hstu_find", CFUNCTYPE(c_int64, c_void_p)),
         ("best_items_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("best_items", CFUNCTYPE(None, c_void_p)),
+        ("item_products", CFUNCTYPE(c_int64, c_void_p)),
+        ("order_bytes", CFUNCTYPE(c_int64, c_int64)),
+        ("order_sums", CFUNCTYPE(None, c_void_p)),
     ]
 
 
@@ -168,6 +174,12 @@ def load(isa: str = "", library: Path = LIBRARY) -> Native:
     if (kernels.num_bytes, kernels.abi) != (ctypes.sizeof(Table), ABI):
         raise NativeError(f"{library.name} was built from other sources: pip install npu_gr again")
     return Native(kernels)
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """Where an array's memory begins; `array.ctypes` takes twice as long."""
+    at: int = array.__array_interface__["data"][0]
+    return at
 
 
 def supported() -> list[str]:

@@ -112,6 +112,7 @@ class Ranker {
           at++;
         }
     contradict();
+    search();
   }
 
  private:
@@ -202,6 +203,70 @@ class Ranker {
     kernels.hstu_pass(&pass);
     const auto *found = static_cast<const float *>(out.at());
     return std::vector<float>(found, found + candidates * out_.weight.rows());
+  }
+
+  // NEXT, the search and a rank of what it finds, in one call and one after the other: the same bits.
+  void search() {
+    Linear vector(dim_, dim_);
+    const PassHead next = {head_norm_.address(), {}, vector.address()};
+    const int64_t num = static_cast<int64_t>(requests_.size()), k = 1 + below(25), outputs = out_.weight.rows();
+    std::vector<Asked> asked = requests_;
+    std::vector<int64_t> wanted, least;
+    int64_t total = 0;
+    for (Asked &r : asked) {
+      r.candidates = 1, r.shown = {items_.rows() - 1};
+      wanted.push_back(below(k + 1)), least.push_back(below(22));
+      total += wanted.back();
+    }
+    const auto table = Matrix<float>::contiguous(items_.rows() - 1, dim_);
+    const std::vector<int64_t> words = numbers(asked);
+    const Memory given = copied(words), want = copied(wanted), few = copied(least), u(num * dim_ * 4),
+                 score(num * k * 4), item(num * k * 8), room((static_cast<int64_t>(words.size()) + total) * 8),
+                 scored(num * 8), logits(total * outputs * 4), products(total * 4);
+    HstuFind find = {};
+    find.next = call(given, static_cast<int64_t>(words.size()), asked.size(), static_cast<float *>(u.at()));
+    find.next.head = &next;
+    find.items = {static_cast<float *>(u.at()),
+                  table.data(),
+                  num,
+                  table.rows(),
+                  dim_,
+                  k,
+                  nullptr,
+                  nullptr,
+                  nullptr,
+                  static_cast<float *>(score.at()),
+                  static_cast<int64_t *>(item.at())};
+    const Memory workspace(kernels.best_items_bytes(&find.items));
+    find.items.workspace = static_cast<uint64_t *>(workspace.at());
+    find.head = &head_;
+    find.wanted = static_cast<int64_t *>(want.at()), find.least = static_cast<int64_t *>(few.at());
+    find.numbers = static_cast<int64_t *>(room.at()), find.num_scored = static_cast<int64_t *>(scored.at());
+    find.logits = static_cast<float *>(logits.at()), find.products = static_cast<float *>(products.at());
+    find.num_bytes = kernels.hstu_find_bytes(&find);
+    if (find.num_bytes < 0) fail("bytes of a search", 0, static_cast<double>(find.num_bytes), 0, 0);
+    const Memory scratch(find.num_bytes);
+    find.next.scratch = scratch.at();
+    if (kernels.hstu_find(&find)) fail("a search", 0, -1, 0, 0);
+
+    std::vector<Asked> ranks;
+    int64_t place = 0;
+    for (int64_t i = 0; i < num; i++) {
+      const int64_t *found = find.items.item + i * k, there = least_of(k, table.rows());
+      const int64_t count = least_of(wanted[at(i)], there) < least[at(i)] ? 0 : least_of(wanted[at(i)], there);
+      expect("how many are scored", i, static_cast<double>(find.num_scored[i]), static_cast<double>(count), 0);
+      ranks.push_back(requests_[at(i)]);
+      ranks.back().candidates = count;
+      ranks.back().shown.assign(found, found + count);
+      for (int64_t c = 0; c < count; c++, place++)
+        expect("product", place, find.products[place], find.items.score[i * k + c], 0);
+    }
+    const std::vector<float> one_by_one = compute(ranks);
+    for (size_t i = 0; i < one_by_one.size(); i++)
+      expect("rank of what is found", static_cast<int64_t>(i), find.logits[i], one_by_one[i], 0);
+    const Memory too_many = copied(std::vector<int64_t>(asked.size(), k + 1));
+    find.wanted = static_cast<int64_t *>(too_many.at());
+    if (kernels.hstu_find_bytes(&find) != kBadFind) fail("more than are found is refused", 0, 0, kBadFind, 0);
   }
 
   // One number is replaced by a hostile one: either that is refused, or it is none that a buffer hangs on.

@@ -4,6 +4,7 @@
 #include "hstu.h"
 #include "hstu_pass.h"
 #include "items.h"
+#include "order.h"
 #include "selection.h"
 
 namespace {
@@ -24,6 +25,8 @@ void one_round(int kind) {
     case 11: return affine<bf16, float, float>();
     case 12: return best_items();
     case 13: return hstu::Ranker<float>().run();
+    case 14: return order_sums();
+    case 15: return item_products();
     default: return hstu::Ranker<bf16>().run();
   }
 }
@@ -34,7 +37,7 @@ int main(int, char **argv) {
   const int rounds = atoi(argv[1]);
   for (int i = 0; i < rounds; ++i) {
     random_bits.seed(static_cast<unsigned>(i));
-    one_round(i % 15);
+    one_round(i % 17);
   }
   printf("%s: %d rounds\n", kernels.isa, rounds);
 }

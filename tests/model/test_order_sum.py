@@ -1,0 +1,107 @@
+"""The sum by a kernel of the host is that of the definition: any history, candidates, tables; new items and none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from npu_gr.backend.calls import OrderCall
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.cpu.library import supported
+from npu_gr.backend.cpu.order import NativeOrder
+from npu_gr.backend.reference import ReferenceBackend
+from npu_gr.model.neighbours import Neighbours
+from npu_gr.model.order import WEIGHTS, Order
+from npu_gr.model.order_sum import OrderSum
+from tests.models import tiny_order
+
+ISAS = [pytest.param(isa, id=isa) for isa in supported()]
+ULPS = 4e-6  # of the largest term: two dozen roundings of fp32
+
+
+def table(random: np.random.Generator, num_items: int, width: int) -> np.ndarray:
+    """Ascending rows, padding before them."""
+    rows = np.full((num_items, width), -1, np.int32)
+    for own in rows:
+        count = int(random.integers(0, width + 1))
+        own[width - count :] = np.sort(random.choice(num_items, count, replace=False))
+    return rows
+
+
+def order(seed: int) -> Order:
+    random = np.random.default_rng(seed)
+    num_items = int(random.integers(1, 60))
+    width = int(random.integers(0, min(num_items, 12) + 1))
+    successors, similar = table(random, num_items, width), table(random, num_items, width)
+    log_prob = np.where(successors >= 0, np.log(random.uniform(0.001, 0.08, successors.shape)), -np.inf)
+    similarity = np.where(similar >= 0, random.uniform(0.01, 2, similar.shape), 0)
+    return Order(
+        task="like",
+        weights=dict(zip(WEIGHTS, random.normal(size=5).tolist(), strict=True)),
+        successors=successors,
+        log_prob=log_prob.astype(np.float32),
+        popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
+        neighbours=None if random.random() < 0.2 else Neighbours(similar, similarity.astype(np.float32)),
+    )
+
+
+def scale_of(one: Order, terms: list[np.ndarray]) -> float:
+    named = zip(WEIGHTS, terms, strict=True)
+    return max(1.0, *(abs(one.weights[name]) * float(np.abs(term).max(initial=0)) for name, term in named))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_kernel_is_the_definition(isa: str) -> None:
+    backend = CPUBackend(isa=isa)
+    for seed in range(300):
+        random = np.random.default_rng([seed, 1])
+        one = order(seed)
+        known = one.num_items + int(random.integers(0, 3))  # the last ones are new
+        history = random.integers(0, known, int(random.integers(0, 9)))
+        candidates = random.integers(0, known, int(random.integers(0, 40)))  # some are there twice
+        if seed % 2:
+            candidates = np.unique(candidates)
+        retrieval, click, seen = random.normal(size=(3, len(candidates))).astype(np.float32)
+        terms = [retrieval, click, one.transitions(history, candidates), one.alike(history, candidates), seen]
+        want = OrderSum(one)(history, candidates, retrieval, click, seen)
+        np.testing.assert_array_equal(want, one.scores(*terms))
+        got = OrderSum(one, backend)(history, candidates, retrieval, click, seen)
+        np.testing.assert_allclose(got, want, rtol=0, atol=ULPS * scale_of(one, terms), err_msg=str(seed))
+        column = np.stack([click, click], 1)[:, 0]  # as the logits of a rank lie
+        again = OrderSum(one, backend)(history, candidates, retrieval, column, seen)
+        assert again.tobytes() == got.tobytes()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_sum_depends_on_no_other_known_candidate(isa: str) -> None:
+    one, history, rows = OrderSum(tiny_order(), CPUBackend(isa=isa)), np.arange(7), np.arange(300)
+    click = np.linspace(-1, 1, 300, dtype=np.float32)
+    every = one(history, rows, None, click, None)
+    for part in (slice(5), slice(3, 250), slice(250, 251)):
+        assert one(history, rows[part], None, click[part], None).tobytes() == every[part].tobytes()
+
+
+@pytest.mark.parametrize("backend", [None, ReferenceBackend(), CPUBackend()], ids=["numpy", "reference", "cpu"])
+def test_what_is_not_there_counts_as_nothing(backend: CPUBackend | None) -> None:
+    one = OrderSum(tiny_order(), backend)
+    history, rows, click = np.arange(9), np.arange(40), np.arange(40, dtype=np.float32)
+    nothing = np.zeros(40, np.float32)
+    without = one(history, rows, None, click, None)
+    np.testing.assert_array_equal(without, one(history, rows, nothing, click, nothing))
+    assert not np.array_equal(without, one(history, rows, nothing + 1, click, nothing))
+    older = OrderSum(replace(tiny_order(), neighbours=None), backend)
+    assert not np.allclose(older(history, rows, None, click, None), without)
+
+
+@pytest.mark.skipif(not supported(), reason="no kernels")
+def test_rows_of_nothing_and_terms_of_other_candidates_are_no_memory_errors() -> None:
+    one = OrderSum(tiny_order(), CPUBackend())
+    assert isinstance(one._kernel, NativeOrder)
+    rows = np.array([-1, 5, 1 << 40])
+    assert np.isfinite(one(np.array([1 << 41, -7, 3]), rows, None, np.zeros(3, np.float32), None)).all()
+    with pytest.raises(ValueError, match=r"shape \(2,\), there are 3"):
+        one._kernel(OrderCall(rows, 3, 3, rows, np.zeros(2, np.float32), None, None))
+    with pytest.raises(ValueError, match="more than the 3 events"):
+        one._kernel(OrderCall(rows, 4, 3, rows, None, None, None))
