@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -235,11 +236,12 @@ class Ops(Affine, Protocol):
         """Prepare a pass by kernels that compute whole layers; None = use `hstu_causal` and `hstu_targets`."""
         ...
 
-    def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
+    def hstu_whole(self, call: HstuWholeCall) -> npt.NDArray[np.float32] | None:
         """Compute a whole pass in one call; None = use `hstu_pass`.
 
         Returns:
-            fp32 [c, outputs of the head, or dim] of all candidates, in order. New keys and values are in their pages.
+            [c, outputs of the head, or dim] of all candidates, in order, on the host: each tensor that is let go costs
+            its thread the interpreter. New keys and values are in their pages.
 
         Raises:
             IndexError: an id is none of the embeddings'.

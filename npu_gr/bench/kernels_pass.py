@@ -14,7 +14,6 @@ from statistics import median
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from npu_gr.backend.calls import HstuWholeCall
 from npu_gr.backend.cpu.backend import CPUBackend
@@ -46,7 +45,7 @@ NOTHING: I64 = np.empty(0, np.int64)
 class SegmentWise(CPUBackend):
     """The CPU's kernels without the one call."""
 
-    def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
+    def hstu_whole(self, call: HstuWholeCall) -> None:
         """Leave every pass to the other ops."""
         return None
 

@@ -263,13 +263,20 @@ class RankEngine(PageJobs):
         Returns:
             one array of logits [c, tasks] a request; [c, tasks + 1] with the retrieval scores if it has a vector.
         """
-        scores = self._run(passes, is_next=False)
+        scores = self._at_once(passes, is_next=False)
+        if scores is not None:
+            for place, p in enumerate(passes):
+                if p.vector is not None:
+                    (products,) = self.backend.fetch([self._products(p)])
+                    scores[place] = np.concatenate([scores[place], products[:, None]], 1)
+            return scores
+        tensors = self.model(self.backend, self._segments(passes, is_next=False))
         for place, p in enumerate(passes):
             if p.vector is not None:
-                scores[place] = torch.cat([scores[place], self._products(p)[:, None]], 1)
+                tensors[place] = torch.cat([tensors[place], self._products(p)[:, None]], 1)
         if not any(len(p.candidates) for p in passes):  # a prefill: its pages are read once this returns
             self.backend.synchronize()
-        return self.backend.fetch(scores)
+        return self.backend.fetch(tensors)
 
     def find_all(self, works: Sequence[FindPass]) -> list[NextItems]:
         """Run NEXT behind every history, and search for all of them at once; then score what is wanted ahead.
@@ -280,8 +287,11 @@ class RankEngine(PageJobs):
         return self._ranked_ahead(works, self._found(works) if answers is None else answers)
 
     def _found(self, works: Sequence[FindPass]) -> list[NextItems]:
-        found = self._run([work.history for work in works], is_next=True)
-        vectors = (found[0] if len(found) == 1 else torch.cat(found)).float()
+        passes = [work.history for work in works]
+        if (found := self._at_once(passes, is_next=True)) is not None:
+            vectors = self.backend.upload(np.concatenate(found))
+        else:
+            vectors = torch.cat(self.model(self.backend, self._segments(passes, is_next=True))).float()
         host = vectors.cpu().numpy()
         most = max(work.k for work in works)
         best = np.empty((len(works), 0), np.int64)
@@ -367,14 +377,12 @@ class RankEngine(PageJobs):
             self.backend.upload(work.vector), self._table(), self.backend.upload(work.candidates)
         )
 
-    def _run(self, passes: Sequence[RankPass], *, is_next: bool) -> list[torch.Tensor]:
-        """Run the model over all requests: in one call of the device, where it takes them, without a tensor of each."""
-        segments = partial(self._segments, passes, is_next=is_next)
+    def _at_once(self, passes: Sequence[RankPass], *, is_next: bool) -> list[F32] | None:
+        """Run the model over all requests in one call, without a tensor; None = the device does not take them."""
         told = self._all_told(passes, is_next=is_next)
-        if told is not None and (found := self.model.in_one_call(self.backend, told, is_next, segments)) is not None:
-            return found
-        scores: list[torch.Tensor] = self.model(self.backend, segments())
-        return scores
+        if told is None:
+            return None
+        return self.model.in_one_call(self.backend, told, is_next, partial(self._segments, passes, is_next=is_next))
 
     def _segments(self, passes: Sequence[RankPass], *, is_next: bool) -> list[Segment]:
         return [self._segment(work, is_next=is_next) for work in passes]

@@ -19,6 +19,7 @@ Invariants: history rows never depend on candidates or on later history; candida
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -41,6 +42,7 @@ from npu_gr.backend.calls import (
 )
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.core.arrays import F32
 from npu_gr.feature_schema.factors import NUM_FACTORS
 from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
@@ -353,7 +355,7 @@ class HSTU(nn.Module):
             kinds = {s.is_next for s in segments}
             is_next = None if len(kinds) > 1 else kinds == {True}
             if (answers := self.in_one_call(backend, told, is_next, lambda: segments)) is not None:
-                return answers
+                return [torch.from_numpy(own) for own in answers]
         alpha = self.config.attention_alpha
         x = self._embed(segments, backend)
         if told is not None and (whole := self._whole_pass(backend, told)) is not None:
@@ -454,7 +456,7 @@ class HSTU(nn.Module):
         told: Sequence[HstuSegment],
         is_next: bool | None,
         segments: Callable[[], Sequence[Segment]],
-    ) -> list[Tensor] | None:
+    ) -> list[F32] | None:
         """Compute what `forward` does by one call of the backend. Only where `config.has_plain_passes`.
 
         Args:
@@ -464,7 +466,7 @@ class HSTU(nn.Module):
             segments: makes the same batch of tensors, for what such a call leaves over; most passes need none.
 
         Returns:
-            None = the backend has no such kernel, or not for this model.
+            What `forward` does, on the host. None = the backend has no such kernel, or not for this model.
         """
         if self.config.scaling != "constant":
             return None  # one scale for all requests
@@ -472,11 +474,13 @@ class HSTU(nn.Module):
         found = backend.hstu_whole(self._whole_call(backend, told, segments, answer))
         if found is None:
             return None
-        parts = [found] if len(told) == 1 else found.split([s.num_candidates for s in told])
+        ends = itertools.accumulate(s.num_candidates for s in told)
+        parts = [found[end - s.num_candidates : end] for s, end in zip(told, ends, strict=True)]
         if answer == "rows":
             with torch.inference_mode():
-                return [self._answer(s, own, backend) for s, own in zip(segments(), parts, strict=True)]
-        return list(parts)
+                rows = [torch.from_numpy(own) for own in parts]
+                return [self._answer(s, own, backend).float().numpy() for s, own in zip(segments(), rows, strict=True)]
+        return parts
 
     def find_in_one_call(
         self,

@@ -139,7 +139,7 @@ class CPUBackend(TorchOps):
             return self._affine(x, layer, first, last, is_silu)
         return super().affine(x, layer, first, last, is_silu)
 
-    def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
+    def hstu_whole(self, call: HstuWholeCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
         """Compute a pass in one call, where pages, if there are any, hold tiles of the model's dtype."""
         return self._pass(call) if self._hstu and call.dtype in ELEMENT else None
 

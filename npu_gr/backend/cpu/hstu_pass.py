@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.calls import HstuHead, HstuSegment, HstuWeights, HstuWholeCall
 from npu_gr.backend.cpu.affine import AffineKernel
 from npu_gr.backend.cpu.hstu import HstuKernels
-from npu_gr.backend.cpu.library import ELEMENT, Native
+from npu_gr.backend.cpu.library import ELEMENT, Native, address
 
 _ERRORS = {
     -1: (ValueError, "the numbers of a pass do not describe its requests"),
@@ -132,14 +133,14 @@ class HstuPassKernel:
         self._affine = affine
         self._described: WeakKeyDictionary[nn.Module, _Described] = WeakKeyDictionary()
 
-    def __call__(self, call: HstuWholeCall) -> Tensor | None:
+    def __call__(self, call: HstuWholeCall) -> npt.NDArray[np.float32] | None:
         ready = self.prepared(call)
         if ready is None:
             return None
         native, heads = ready.native, ready.heads
         head, width = heads.get(call.answer) or (None, native.model.contents.dim)
-        out = torch.empty(ready.num_candidates, width)
-        native.head, native.out = head, out.data_ptr()
+        out = np.empty((ready.num_candidates, width), np.float32)
+        native.head, native.out = head, address(out)
         native.scratch = self._hstu.scratch_at(checked(self._size(byref(native))))
         self.run(byref(native))
         return out
@@ -161,9 +162,9 @@ class HstuPassKernel:
             if described is None:
                 return None
             self._described[call.owner] = described
-        batch = torch.from_numpy(np.concatenate(parts))
+        batch = np.concatenate(parts)
         held: list[object] = [described, batch]
-        native = PassJob(described.model, None, batch.data_ptr(), batch.shape[0], len(call.segments))
+        native = PassJob(described.model, None, address(batch), len(batch), len(call.segments))
         if call.embeddings is not None:
             items, actions = call.embeddings
             native.items, native.actions = items.data_ptr(), actions.data_ptr()

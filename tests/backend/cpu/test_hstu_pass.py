@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace as changed
-from torch import Tensor
 
 from npu_gr.backend.calls import HstuWholeCall
 from npu_gr.backend.cpu.backend import CPUBackend
@@ -40,7 +39,7 @@ PAGES = (PageRun(9, 1), PageRun(2, 2), PageRun(5, 3))  # of 64 tokens
 class Whole(CPUBackend):
     """The CPU, which must take every pass."""
 
-    def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
+    def hstu_whole(self, call: HstuWholeCall) -> F32 | None:
         found = super().hstu_whole(call)
         assert found is not None
         return found
@@ -277,7 +276,7 @@ def test_what_the_call_does_not_know_goes_segment_by_segment() -> None:
         answers = list[object]()
 
         class Noted(CPUBackend):
-            def hstu_whole(self, call: HstuWholeCall) -> Tensor | None:
+            def hstu_whole(self, call: HstuWholeCall) -> F32 | None:
                 answers.append(super().hstu_whole(call))  # noqa: B023  (called in this round alone)
                 return answers[-1]  # type: ignore[return-value]  # noqa: B023
 
@@ -324,3 +323,22 @@ def test_a_rank_takes_few_calls(model: HSTU) -> None:
     finally:
         sys.setprofile(None)
     assert calls <= MOST_CALLS
+
+
+@needs_kernels
+def test_a_rank_makes_no_tensor(model: HSTU, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives the interpreter up to let a tensor go, and a busy event loop has it for long."""
+    backend = Whole()
+    one = engine(model, backend)
+    one.forward([changed(rank(), keep=PAGES)])
+    cached = changed(rank(), cached=CachedPrefix(PAGES, len(rank().tokens)))
+    want = one.forward([cached, rank(1, 40)])
+
+    def fails(*_: object, **__: object) -> None:
+        raise AssertionError("a tensor is made")
+
+    monkeypatch.setattr(backend, "upload", fails)
+    for name in ("from_numpy", "empty", "tensor", "cat", "zeros"):
+        monkeypatch.setattr(torch, name, fails)
+    got = one.forward([cached, rank(1, 40)])
+    assert [own.tobytes() for own in got] == [own.tobytes() for own in want]
