@@ -365,6 +365,7 @@ class CascadeRun:
             ranked.scores[fitted.task],
             fitted.transitions(self._tokens.rows, rows),
             fitted.alike(self._tokens.rows, rows),
+            fitted.popular(rows),
             among(items, np.sort(self._history.events.items)).astype(np.float32),
         )
 

@@ -1,12 +1,11 @@
 """Neighbours: which items the same users have, and how much a candidate has in common with a history.
 
-    mean(i) = mean over the distinct items j of the last five events of similarity(j, i)
+    mean(i) = mean over the distinct items j of the last n events of similarity(j, i)
 
-Of each item the most similar ones are kept; any other has a similarity of 0. Older events are not read, by two
-validations: the NDCG@10 of the neighbours alone is .109 of the last five events of MovieLens, .086 of 20 and .061 of
-all; .059, .055 and .054 on Amazon Beauty. What they add to the order is greatest there with five.
+Of each item the most similar ones are kept; any other has a similarity of 0. What similarities are, and n, the training
+chooses for each log: see `train/rank/neighbour_kinds.py`.
 
-Source: ItemKNN (Deshpande and Karypis, TOIS 2004).
+Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from npu_gr.core.arrays import F32, I64
 I32 = npt.NDArray[np.int32]
 
 MAX_NEIGHBOURS = 100  # of an item
-LAST_ITEMS = 5  # events of a history that are read
+LAST_ITEMS = 5  # events of a history that are read, if nothing else was chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +29,7 @@ class Neighbours:
 
     items: I32  # [I, K] item rows, ascending; -1 = padding, which comes first
     similarity: F32  # [I, K] above 0; 0 in the padding
+    last_items: int = LAST_ITEMS  # events of a history that are read: the newest
 
     def __post_init__(self) -> None:
         """Check shapes and values.
@@ -44,6 +44,8 @@ class Neighbours:
         rises = (np.diff(self.items, axis=1) > 0) | ~is_known[:, :-1]
         if (self.items < -1).any() or (self.items >= len(self.items)).any() or not rises.all():
             raise ValueError(f"neighbours: need ascending item rows below {len(self.items)}, -1 before them")
+        if self.last_items < 1:
+            raise ValueError(f"last_items: needs at least 1, got {self.last_items}")
         if not np.isfinite(self.similarity).all() or ((self.similarity > 0) != is_known).any():
             raise ValueError("similarity: needs finite numbers above 0, and 0 in the padding")
 
@@ -51,7 +53,7 @@ class Neighbours:
         """Compute what each candidate has in common with an item of the history, on average.
 
         Args:
-            history: int64 [n] item rows, oldest first; the last `LAST_ITEMS` count, each item once, and new ones are
+            history: int64 [n] item rows, oldest first; the last `last_items` count, each item once, and new ones are
                 left out.
             candidates: int64 [c] item rows; new ones have 0.
 
@@ -87,7 +89,7 @@ class Neighbours:
 
     def _of(self, history: I64) -> tuple[I64, I32, F32]:
         """List a history's distinct items, and with their similarities the neighbours of all, [pairs] each."""
-        recent = history[-LAST_ITEMS:]
+        recent = history[-self.last_items :]
         rows = np.unique(recent[recent < len(self.items)])
         items, similarity = self.items[rows].ravel(), self.similarity[rows].ravel()
         is_known = items >= 0

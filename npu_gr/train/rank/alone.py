@@ -17,7 +17,7 @@ from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.paired import Difference, K, difference_of_users
 from npu_gr.train.rank.order import ItemList
 
-SOURCES = ("retrieval", "transitions", "neighbours")  # the terms that find items too
+SOURCES = ("retrieval", "transitions", "neighbours", "popularity")  # the terms that find items too
 
 
 def alone(order: Order, source: str) -> Order:
