@@ -20,6 +20,7 @@ from npu_gr.core.arrays import F32, I64
 I32 = npt.NDArray[np.int32]
 
 MAX_NEIGHBOURS = 100  # of an item
+DENSE_PAIRS = 8  # items of a catalogue for each pair above which pairs are sorted
 LAST_ITEMS = 5  # events of a history that are read, if nothing else was chosen
 
 
@@ -60,16 +61,12 @@ class Neighbours:
         Returns:
             float64 [c], 0 or more.
         """
-        rows, items, similarity = self._of(history)
-        ascending = np.sort(candidates)
-        if not len(items) or not len(ascending):
-            return np.zeros(len(candidates))
-        place = np.searchsorted(ascending, items)
-        found = ascending[np.minimum(place, len(ascending) - 1)] == items
-        sums = np.bincount(place[found], similarity[found], len(ascending)).astype(
-            np.float64
-        )  # it counts where none is
-        means: npt.NDArray[np.float64] = sums[np.searchsorted(ascending, candidates)] / len(rows)
+        found, sums, num_rows = self._sums(history)
+        means = np.zeros(len(candidates))
+        if len(found):
+            place = np.minimum(np.searchsorted(found, candidates), len(found) - 1)
+            is_found = found[place] == candidates
+            means[is_found] = sums[place[is_found]] / num_rows
         return means
 
     def top(self, history: I64, k: int) -> I64:
@@ -82,15 +79,23 @@ class Neighbours:
         Returns:
             int64 [<= k] item rows, best first, of equals the lower row; only kept neighbours, so there may be few.
         """
-        _, items, similarity = self._of(history)
-        found, place = np.unique(items, return_inverse=True)
-        best: I64 = found[np.argsort(-np.bincount(place, similarity, len(found)), kind="stable")[:k]].astype(np.int64)
+        found, sums, _ = self._sums(history)
+        best: I64 = found[np.argsort(-sums, kind="stable")[:k]]
         return best
 
-    def _of(self, history: I64) -> tuple[I64, I32, F32]:
-        """List a history's distinct items, and with their similarities the neighbours of all, [pairs] each."""
+    def _sums(self, history: I64) -> tuple[I64, npt.NDArray[np.float64], int]:
+        """Sum up the similarities to a history's distinct items: neighbours ascending, their sums, number of items."""
         recent = history[-self.last_items :]
         rows = np.unique(recent[recent < len(self.items)])
         items, similarity = self.items[rows].ravel(), self.similarity[rows].ravel()
         is_known = items >= 0
-        return rows, items[is_known], similarity[is_known]
+        items, similarity = items[is_known], similarity[is_known]
+        if len(items) < len(self.items) / DENSE_PAIRS:
+            different, place = np.unique(items, return_inverse=True)
+            found = different.astype(np.int64)
+            sums = np.bincount(place, similarity, len(found))
+        else:  # sums of the whole catalogue are cheaper than sorting many pairs
+            sums = np.bincount(items, similarity, len(self.items))
+            found = np.flatnonzero(sums)
+            sums = sums[found]
+        return found, sums.astype(np.float64), len(rows)

@@ -226,7 +226,7 @@ class Order:
         """Sum the terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
         a, b, c, f, p, e = (np.float32(self.weights[name]) for name in WEIGHTS)
         total: F32 = a * retrieval + b * click + c * transitions + e * seen
-        total = total + f * neighbours + p * popularity
+        total += f * neighbours + p * popularity
         return total
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from npu_gr.model import neighbours as module
 from npu_gr.model.neighbours import LAST_ITEMS, Neighbours
 
 ITEMS = 40
@@ -48,10 +49,14 @@ HISTORIES = {
 }
 
 
+@pytest.mark.parametrize("dense_pairs", [0.01, 1000])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("last_items", [1, LAST_ITEMS, 30])
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-def test_means_and_the_best_of_them_are_those_of_the_definition(seed: int, last_items: int, history: list[int]) -> None:
+def test_means_and_the_best_of_them_are_those_of_the_definition(
+    seed: int, last_items: int, history: list[int], dense_pairs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DENSE_PAIRS", dense_pairs)
     neighbours = replace(some_neighbours(seed), last_items=last_items)
     want = by_definition(neighbours, history, last_items)
     rows = np.array(history, np.int64)

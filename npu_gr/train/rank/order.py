@@ -8,7 +8,7 @@ is concave, so its best weights are found in milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -198,50 +198,3 @@ def fit_order(counted: Order, log: InteractionLog, lists: Sequence[ItemList], ta
 
     optimizer.step(surprise)
     return replace(counted, weights=dict(zip(WEIGHTS, weights.tolist(), strict=True)))
-
-
-class FittedKind(NamedTuple):
-    """An order with the neighbours of one kind."""
-
-    kind: NeighbourKind
-    order: Order
-    lists: Sequence[ItemList]  # of the validation, with these neighbours
-
-
-def choose_kind(
-    counted: Mapping[NeighbourKind, Order], log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
-) -> FittedKind:
-    """Fit the order with the neighbours of each kind, and choose by the likelihood of the next items.
-
-    Args:
-        counted: kind -> transitions and neighbours, the simplest first; they differ in their neighbours only.
-        log: holds the events.
-        lists: of the targets.
-        targets: next items that nothing was trained on.
-    """
-    found: list[tuple[FittedKind, F64]] = []
-    for kind, order in counted.items():
-        own = [
-            one._replace(neighbours=order.alike(log.items[log.starts[user] : event], one.items))
-            for one, (user, event) in zip(lists, targets, strict=True)
-        ]
-        fitted = fit_order(order, log, own, targets)
-        found.append((FittedKind(kind, fitted, own), list_likelihood(fitted, log, own, targets)))
-    best, likelihood = found[0]
-    for other, its_likelihood in found[1:] if len(likelihood) else ():
-        gap = its_likelihood - likelihood
-        if gap.mean() > gap.std() / np.sqrt(len(gap)):
-            best, likelihood = other, its_likelihood
-    return best
-
-
-def list_likelihood(order: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> F64:
-    """Compute the log-probability of each next item within its list; those that their lists lack are left out."""
-    each = []
-    for found, (_, event) in zip(lists, targets, strict=True):
-        place = np.flatnonzero(found.items == log.items[event])
-        if len(place):
-            scores = found.scores(order).astype(np.float64)
-            top = scores.max()
-            each.append(scores[place[0]] - top - np.log(np.exp(scores - top).sum()))
-    return np.array(each)

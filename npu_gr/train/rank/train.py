@@ -35,9 +35,10 @@ from npu_gr.train.rank.alone import better_alone, to_serve
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.neighbour_choice import choose_kind
 from npu_gr.train.rank.neighbour_kinds import USUAL, NeighbourKind, count_kinds
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes, choose_kind, count_order, count_transitions, retrieved_lists
+from npu_gr.train.rank.order import ListSizes, count_order, count_transitions, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.search import SearchedOptions, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, liking_values, make_labels
