@@ -59,7 +59,14 @@ def tiny_order(num_items: int = 300, seed: int = 0) -> Order:
     chosen = [np.sort(random.choice(num_items, 8, replace=False)) for _ in range(num_items)]
     return Order(
         task="like",
-        weights={"retrieval": 0.6, "click": 0.2, "transitions": 0.3, "neighbours": 0.5, "seen": -6.0},
+        weights={
+            "retrieval": 0.6,
+            "click": 0.2,
+            "transitions": 0.3,
+            "neighbours": 0.5,
+            "popularity": 0.4,
+            "seen": -6.0,
+        },
         successors=np.stack(chosen).astype(np.int32),
         log_prob=np.log(random.dirichlet(np.ones(9), num_items)[:, :8]).astype(np.float32),
         popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),

@@ -213,7 +213,7 @@ class OrderTables(NamedTuple):
     similarity: npt.NDArray[np.float32]  # [I, K]
     decay: float  # of an event's weight, with each newer event
     scale: float  # of a mean similarity
-    weights: tuple[float, float, float, float, float]  # of retrieval, click, transitions, neighbours, seen
+    weights: tuple[float, ...]  # of retrieval, click, transitions, neighbours, popularity, seen
 
 
 class OrderCall(NamedTuple):

@@ -47,7 +47,7 @@ class SegmentWise(CPUBackend):
 
     def hstu_whole(self, call: HstuWholeCall) -> None:
         """Leave every pass to the other ops."""
-        return None
+        return
 
 
 class _Clocked(CPUBackend):

@@ -1,12 +1,11 @@
 """Neighbours: which items the same users have, and how much a candidate has in common with a history.
 
-    mean(i) = mean over the distinct items j of the last five events of similarity(j, i)
+    mean(i) = mean over the distinct items j of the last n events of similarity(j, i)
 
-Of each item the most similar ones are kept; any other has a similarity of 0. Older events are not read, by two
-validations: the NDCG@10 of the neighbours alone is .109 of the last five events of MovieLens, .086 of 20 and .061 of
-all; .059, .055 and .054 on Amazon Beauty. What they add to the order is greatest there with five.
+Of each item the most similar ones are kept; any other has a similarity of 0. What similarities are, and n, the training
+chooses for each log: see `train/rank/neighbour_kinds.py`.
 
-Source: ItemKNN (Deshpande and Karypis, TOIS 2004).
+Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019).
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from npu_gr.core.arrays import F32, I64
 I32 = npt.NDArray[np.int32]
 
 MAX_NEIGHBOURS = 100  # of an item
-LAST_ITEMS = 5  # events of a history that are read
+DENSE_PAIRS = 8  # items of a catalogue for each pair above which pairs are sorted
+LAST_ITEMS = 5  # events of a history that are read, if nothing else was chosen
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +30,7 @@ class Neighbours:
 
     items: I32  # [I, K] item rows, ascending; -1 = padding, which comes first
     similarity: F32  # [I, K] above 0; 0 in the padding
+    last_items: int = LAST_ITEMS  # events of a history that are read: the newest
 
     def __post_init__(self) -> None:
         """Check shapes and values.
@@ -44,6 +45,8 @@ class Neighbours:
         rises = (np.diff(self.items, axis=1) > 0) | ~is_known[:, :-1]
         if (self.items < -1).any() or (self.items >= len(self.items)).any() or not rises.all():
             raise ValueError(f"neighbours: need ascending item rows below {len(self.items)}, -1 before them")
+        if self.last_items < 1:
+            raise ValueError(f"last_items: needs at least 1, got {self.last_items}")
         if not np.isfinite(self.similarity).all() or ((self.similarity > 0) != is_known).any():
             raise ValueError("similarity: needs finite numbers above 0, and 0 in the padding")
 
@@ -51,23 +54,19 @@ class Neighbours:
         """Compute what each candidate has in common with an item of the history, on average.
 
         Args:
-            history: int64 [n] item rows, oldest first; the last `LAST_ITEMS` count, each item once, and new ones are
+            history: int64 [n] item rows, oldest first; the last `last_items` count, each item once, and new ones are
                 left out.
             candidates: int64 [c] item rows; new ones have 0.
 
         Returns:
             float64 [c], 0 or more.
         """
-        rows, items, similarity = self._of(history)
-        ascending = np.sort(candidates)
-        if not len(items) or not len(ascending):
-            return np.zeros(len(candidates))
-        place = np.searchsorted(ascending, items)
-        found = ascending[np.minimum(place, len(ascending) - 1)] == items
-        sums = np.bincount(place[found], similarity[found], len(ascending)).astype(
-            np.float64
-        )  # it counts where none is
-        means: npt.NDArray[np.float64] = sums[np.searchsorted(ascending, candidates)] / len(rows)
+        found, sums, num_rows = self._sums(history)
+        means = np.zeros(len(candidates))
+        if len(found):
+            place = np.minimum(np.searchsorted(found, candidates), len(found) - 1)
+            is_found = found[place] == candidates
+            means[is_found] = sums[place[is_found]] / num_rows
         return means
 
     def top(self, history: I64, k: int) -> I64:
@@ -80,15 +79,23 @@ class Neighbours:
         Returns:
             int64 [<= k] item rows, best first, of equals the lower row; only kept neighbours, so there may be few.
         """
-        _, items, similarity = self._of(history)
-        found, place = np.unique(items, return_inverse=True)
-        best: I64 = found[np.argsort(-np.bincount(place, similarity, len(found)), kind="stable")[:k]].astype(np.int64)
+        found, sums, _ = self._sums(history)
+        best: I64 = found[np.argsort(-sums, kind="stable")[:k]]
         return best
 
-    def _of(self, history: I64) -> tuple[I64, I32, F32]:
-        """List a history's distinct items, and with their similarities the neighbours of all, [pairs] each."""
-        recent = history[-LAST_ITEMS:]
+    def _sums(self, history: I64) -> tuple[I64, npt.NDArray[np.float64], int]:
+        """Sum up the similarities to a history's distinct items: neighbours ascending, their sums, number of items."""
+        recent = history[-self.last_items :]
         rows = np.unique(recent[recent < len(self.items)])
         items, similarity = self.items[rows].ravel(), self.similarity[rows].ravel()
         is_known = items >= 0
-        return rows, items[is_known], similarity[is_known]
+        items, similarity = items[is_known], similarity[is_known]
+        if len(items) < len(self.items) / DENSE_PAIRS:
+            different, place = np.unique(items, return_inverse=True)
+            found = different.astype(np.int64)
+            sums = np.bincount(place, similarity, len(found))
+        else:  # sums of the whole catalogue are cheaper than sorting many pairs
+            sums = np.bincount(items, similarity, len(self.items))
+            found = np.flatnonzero(sums)
+            sums = sums[found]
+        return found, sums.astype(np.float64), len(rows)

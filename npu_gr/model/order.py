@@ -1,12 +1,13 @@
 """The fitted order of a cascade: what a retrieved item's scores count, and which items follow which.
 
-    s(i) = a l(i) + b r(i) + c m(i) + f n(i) + e seen(i)
+    s(i) = a l(i) + b r(i) + c m(i) + f n(i) + p pop(i) + e seen(i)
 
     l      retrieval score of the trunk: u . e_i
     r      logit of the task named `task`
     m      log of P(i | last events): the transitions of the last five events, the newest with weight 1, each older one
            with .6 of the next newer one's
     n      log(1 + 100 x the mean similarity of the item to those of the history), of its neighbours
+    pop    log of the item's share of the events, smoothed
     seen   1 if the item is in the history
 
 The weights are fitted by likelihood on validation. Of each item the most probable successors are kept; what
@@ -18,11 +19,14 @@ Of the next items of Amazon Beauty's validation the likelihood rises by .061 nat
 the division, by .014 without the 100, by .008 with the sum itself; 30 and 300 in the place of 100 give .053 and .062
 (of the last 20 events; of the last five .063).
 
-Of a new item, a row from `num_items` on, nothing was counted: its m and its n are the means of those that it stands
+pop is a term of its own because m knows of it only what the last items leave over. Where an item has few events and
+their order says nothing, most of what can be known is in it.
+
+Of a new item, a row from `num_items` on, nothing was counted: its m, n and pop are the means of those that it stands
 among, which decide nothing. As part of a history it leads to what is popular, and has no neighbours.
 
 A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order. A file of format 1
-has no neighbours: its order is that of the other four terms.
+has no neighbours, and one without a weight of the popularity does not count it: its order is that of the other terms.
 """
 
 from __future__ import annotations
@@ -44,12 +48,13 @@ from npu_gr.core.errors import CheckpointError
 from npu_gr.model.neighbours import I32, LAST_ITEMS, Neighbours
 
 FILE = "order.safetensors"
-WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "seen")  # a, b, c, f, e
+WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", "seen")  # a, b, c, f, p, e
 MAX_SUCCESSORS = 100  # of an item
 DECAY = 0.6  # of an event's weight, with each newer event; and of a pair's count, with each event more between the two
 LAST_EVENTS = 5  # of a history that are read, and most events that a counted pair is apart
 PRIOR = 10.0  # transitions that the popularity counts for
 SCALE = 100.0  # of a mean similarity
+MAX_POPULAR = 2000  # items that are found because they are popular, those in the history included
 _LEAST = 1e-12  # probability that rounding leaves to the rest of a row
 _ROWS_AT_ONCE = 1 << 16  # of a large catalogue's table, in double precision
 _NO_ROWS: I32 = np.empty(0, np.int32)
@@ -73,7 +78,7 @@ class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Order:
-    """Weights of the sum, the transitions, and the neighbours.
+    """Weights of the sum, the transitions, the neighbours, and the popularity.
 
     I = items, S = successors kept of an item, at most `MAX_SUCCESSORS`.
     """
@@ -87,6 +92,7 @@ class Order:
     # [I + 1] each item's factor of the popularity of what is no kept successor of it; the last one is that of new items
     rest: F32 = field(init=False, repr=False)
     shares: F32 = field(init=False, repr=False)  # [I + 1] popularity; the last one is that of new items
+    _popular: I64 = field(init=False, repr=False)  # rows of the most popular items, best first
 
     def __post_init__(self) -> None:
         """Check shapes and values.
@@ -115,6 +121,8 @@ class Order:
         share = np.exp(self.popularity.astype(np.float64))
         object.__setattr__(self, "rest", np.append(self._factors(share), np.float32(1 / share.sum())))
         object.__setattr__(self, "shares", np.append(self.popularity, np.float32(np.log(share.mean()))))
+        popular = np.argsort(-self.popularity, kind="stable")[:MAX_POPULAR]
+        object.__setattr__(self, "_popular", popular)
 
     def _factors(self, share: npt.NDArray[np.float64]) -> F32:
         """Compute what an item's successors leave over, by the popularity of all others."""
@@ -143,7 +151,7 @@ class Order:
         Returns:
             float32 [c]; of an empty history the popularity. Among new items alone, that of a mean item.
         """
-        log_share = self.shares[np.minimum(candidates, self.num_items)]
+        log_share = self._log_share(candidates)
         if not len(history):
             return self._neutral(log_share, candidates)
         newest_first = history[-LAST_EVENTS:][::-1]
@@ -165,7 +173,7 @@ class Order:
         """Compute n: how much each candidate has in common with the history.
 
         Args:
-            history: int64 [n] item rows, oldest first; the last `LAST_ITEMS` count, and more may be given.
+            history: int64 [n] item rows, oldest first; those that the neighbours read count, and more may be given.
             candidates: int64 [c] item rows; new ones too, as in the history.
 
         Returns:
@@ -176,6 +184,14 @@ class Order:
         alike = np.log1p(SCALE * self.neighbours.means(history, candidates)).astype(np.float32)
         return self._neutral(alike, candidates)
 
+    def popular(self, candidates: I64) -> F32:
+        """Look up pop, int64 [c] item rows -> float32 [c]; of new items that of a mean one, or of those among them."""
+        return self._neutral(self._log_share(candidates), candidates)
+
+    def _log_share(self, candidates: I64) -> F32:
+        found: F32 = self.shares[np.minimum(candidates, self.num_items)]
+        return found
+
     def _neutral(self, term: F32, candidates: I64) -> F32:
         """Give new candidates the mean of the others, in place."""
         is_new = candidates >= self.num_items
@@ -184,18 +200,21 @@ class Order:
         return term
 
     def top(self, history: I64, k: int) -> I64:
-        """Retrieve the most probable successors of the last events.
+        """Retrieve what most probably follows the last events: of their kept successors, and of what is popular.
+
+        What is no kept successor follows in proportion to its popularity, so the most popular k are all that can be
+        among the best of these.
 
         Args:
             history: as of `transitions`.
             k: most items.
 
         Returns:
-            int64 [<= k] item rows, best first, of equals the lower row; only kept successors, so there may be few.
+            int64 [<= k] item rows, best first, of equals the lower row; fewer only where `MAX_POPULAR` is less than k.
         """
         recent = history[-LAST_EVENTS:]
-        kept = np.unique(self.successors[recent[recent < self.num_items]])
-        found: I64 = kept[kept >= 0].astype(np.int64)
+        kept = self.successors[recent[recent < self.num_items]].ravel()
+        found: I64 = np.union1d(kept[kept >= 0].astype(np.int64), self._popular[:k])
         best: I64 = found[np.argsort(-self.transitions(history, found), kind="stable")[:k]]
         return best
 
@@ -203,11 +222,12 @@ class Order:
         """Retrieve what has most in common with the history; as `Neighbours.top`, and nothing without neighbours."""
         return np.empty(0, np.int64) if self.neighbours is None else self.neighbours.top(history, k)
 
-    def scores(self, retrieval: F32, click: F32, transitions: F32, neighbours: F32, seen: F32) -> F32:
+    def scores(self, retrieval: F32, click: F32, transitions: F32, neighbours: F32, popularity: F32, seen: F32) -> F32:
         """Sum the terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
-        a, b, c, f, e = (np.float32(self.weights[name]) for name in WEIGHTS)
+        a, b, c, f, p, e = (np.float32(self.weights[name]) for name in WEIGHTS)
         total: F32 = a * retrieval + b * click + c * transitions + e * seen
-        return total + f * neighbours
+        total += f * neighbours + p * popularity
+        return total
 
 
 def save_order(order: Order, folder: Path) -> None:
@@ -220,10 +240,13 @@ def save_order(order: Order, folder: Path) -> None:
     notes = _Notes(task=order.task, weights=dict(order.weights))
     tensors = {name: getattr(order, name) for name in _TENSORS}
     if order.neighbours is not None:
-        notes = msgspec.structs.replace(notes, format=_WITH_NEIGHBOURS, last_items=LAST_ITEMS, scale=SCALE)
+        last_items = order.neighbours.last_items
+        notes = msgspec.structs.replace(notes, format=_WITH_NEIGHBOURS, last_items=last_items, scale=SCALE)
         tensors |= {"neighbours": order.neighbours.items, "similarity": order.neighbours.similarity}
     else:  # as an older version writes and reads it
         del notes.weights["neighbours"]
+    if not order.weights["popularity"]:
+        del notes.weights["popularity"]
     try:
         save_file(tensors, path.with_suffix(".tmp"), {_NOTES: msgspec.json.encode(notes).decode()})
         path.with_suffix(".tmp").chmod(folder.stat().st_mode & 0o666)  # safetensors makes it 0600
@@ -251,17 +274,20 @@ def load_order(folder: Path) -> Order | None:
             raise ValueError(f"{notes} is not of this version")
         if wrong := [name for name, kind in kinds.items() if tensors[name].dtype != kind]:
             raise ValueError(f"{wrong[0]}: is {tensors[wrong[0]].dtype}")
+        weights = {"popularity": 0.0} | notes.weights
         if not has_neighbours:
-            return Order(task=notes.task, weights=notes.weights | {"neighbours": 0.0}, **tensors)
-        neighbours = Neighbours(tensors.pop("neighbours"), tensors.pop("similarity"))
-        return Order(task=notes.task, weights=notes.weights, neighbours=neighbours, **tensors)
+            return Order(task=notes.task, weights=weights | {"neighbours": 0.0}, **tensors)
+        assert notes.last_items is not msgspec.UNSET, "of this version"
+        neighbours = Neighbours(tensors.pop("neighbours"), tensors.pop("similarity"), notes.last_items)
+        return Order(task=notes.task, weights=weights, neighbours=neighbours, **tensors)
     except (OSError, SafetensorError, msgspec.MsgspecError, ValueError) as error:
         raise CheckpointError(f"order {path}: {error}") from error
 
 
 def _of_this_version(notes: _Notes) -> _Notes:
-    """Make the notes that this version writes of the same task and weights."""
+    """Make the notes that this version writes of the same task, weights and events that the neighbours read."""
     found = _Notes(task=notes.task, weights=notes.weights)
     if notes.format != _WITH_NEIGHBOURS:
         return found
-    return msgspec.structs.replace(found, format=_WITH_NEIGHBOURS, last_items=LAST_ITEMS, scale=SCALE)
+    last_items = LAST_ITEMS if notes.last_items is msgspec.UNSET else notes.last_items
+    return msgspec.structs.replace(found, format=_WITH_NEIGHBOURS, last_items=last_items, scale=SCALE)

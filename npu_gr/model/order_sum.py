@@ -10,10 +10,7 @@ import numpy as np
 from npu_gr.backend.base import Backend
 from npu_gr.backend.calls import OrderCall, OrderTables
 from npu_gr.core.arrays import F32, I64
-from npu_gr.model.neighbours import LAST_ITEMS
 from npu_gr.model.order import DECAY, LAST_EVENTS, SCALE, WEIGHTS, Order
-
-_LAST = max(LAST_EVENTS, LAST_ITEMS)
 
 
 class OrderSum:
@@ -28,6 +25,7 @@ class OrderSum:
         """
         self.order = order
         self._kernel = None if backend is None else backend.order_sums(_tables(order))
+        self._num_liked = 0 if order.neighbours is None else order.neighbours.last_items  # events, at most
 
     def __call__(self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None) -> F32:
         """Sum the terms of each candidate: float32 [c].
@@ -41,8 +39,8 @@ class OrderSum:
         """
         if self._kernel is None:
             return self._defined(history, candidates, retrieval, click, seen)
-        recent = history[-_LAST:]
-        num_followed, num_liked = min(len(recent), LAST_EVENTS), min(len(recent), LAST_ITEMS)
+        recent = history[-max(LAST_EVENTS, self._num_liked) :]
+        num_followed, num_liked = min(len(recent), LAST_EVENTS), min(len(recent), self._num_liked)
         return self._kernel(OrderCall(recent, num_followed, num_liked, candidates, retrieval, click, seen))
 
     def _defined(self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None) -> F32:
@@ -52,6 +50,7 @@ class OrderSum:
             click,
             self.order.transitions(history, candidates),
             self.order.alike(history, candidates),
+            self.order.popular(candidates),
             nothing if seen is None else seen,
         )
 
@@ -59,7 +58,7 @@ class OrderSum:
 def _tables(order: Order) -> OrderTables:
     neighbours = order.neighbours
     none = order.num_items, 0
-    retrieval, click, transitions, alike, seen = (order.weights[name] for name in WEIGHTS)
+    retrieval, click, transitions, alike, popularity, seen = (order.weights[name] for name in WEIGHTS)
     return OrderTables(
         order.successors,
         order.log_prob,
@@ -69,5 +68,5 @@ def _tables(order: Order) -> OrderTables:
         np.empty(none, np.float32) if neighbours is None else neighbours.similarity,
         DECAY,
         SCALE,
-        (retrieval, click, transitions, alike, seen),
+        (retrieval, click, transitions, alike, popularity, seen),
     )

@@ -1,8 +1,9 @@
 """Choose what a cascade asks and how it orders, by the next items of users whom no model was trained on.
 
 Every way to ask is a set of the configured sources and an order. Half of the users choose: the way with the highest
-NDCG@10, if it is measurably better than the configured one, which else stays. The other half say what it is worth
-beside each part alone, with paired intervals, because the best of many looks better on its own users than it is.
+NDCG@10, if it is measurably better than the configured one, which else stays. Of so many ways one is soon better by
+chance, so what is allowed for chance is divided among them. The other half say what it is worth beside each part alone,
+with paired intervals, because the best of many looks better on its own users than it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from npu_gr.train.metrics import F64, hit_ratio, hits, ndcg, ndcg_of_each
 from npu_gr.train.paired import Difference, difference_of_users
 
 TOP = 10
+CHANCE = 0.05  # of taking another way than the configured one where none is better
 FEW = 3  # sources of which every set is tried; of more: each alone, each pair, the first three, and all
 ORDERS: tuple[OrderName, ...] = ("retrieval", *(name for name in get_args(OrderName) if name != "retrieval"))
 
@@ -99,7 +101,8 @@ def choose_way(places: Mapping[CascadeWay, F64], configured: CascadeWay, seed: i
     chooses[np.random.default_rng(seed).permutation(num_users)[: (num_users + 1) // 2]] = True
     best = max(places, key=lambda way: ndcg(places[way][chooses], TOP))  # of equals the first: fewer stages
     each = {way: ndcg_of_each(places[way][chooses], TOP) for way in (best, configured)}
-    if difference_of_users(each[best], each[configured]).low <= 0:
+    gap = difference_of_users(each[best], each[configured])
+    if gap.mean <= 0 or gap.p * len(places) > CHANCE:
         best = configured
     shown = [best, configured, *(way for way in places if way.order == "retrieval" and len(way.sources) == 1)]
     judged = {way: places[way][~chooses] for way in dict.fromkeys(shown)}

@@ -32,6 +32,12 @@ class Csr:
             self.columns, x, self.starts, mode="sum", per_sample_weights=self.values, include_last_offset=True
         )
 
+    def block(self, start: int, stop: int) -> Csr:
+        """Take the rows start .. stop - 1."""
+        starts = self.starts[start : stop + 1]
+        own = slice(int(starts[0]), int(starts[-1]))
+        return Csr(starts - starts[0], self.columns[own], self.values[own])
+
     def dense(self, rows: Tensor, num_columns: int) -> Tensor:
         """Write some rows out: int64 [n] -> float32 [n, num_columns]."""
         starts = self.starts.long()

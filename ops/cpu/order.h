@@ -13,20 +13,21 @@
 namespace {
 namespace order {
 
-struct Space {                           // C candidates
-  double *share, *next, *mixed, *alike;  // [C]
-  int64_t *first;                        // [C] the first candidate of the same row
-  int32_t *slots;                        // [num_slots] candidates by their rows, -1: none
-  int64_t num_slots;                     // a power of two
+struct Space {                                     // C candidates
+  double *popular, *share, *next, *mixed, *alike;  // [C]
+  int64_t *first;                                  // [C] the first candidate of the same row
+  int32_t *slots;                                  // [num_slots] candidates by their rows, -1: none
+  int64_t num_slots;                               // a power of two
 
   Space(void *at, int64_t count) : num_slots(16) {
     while (num_slots < 2 * count) num_slots *= 2;
-    share = static_cast<double *>(at);
+    popular = static_cast<double *>(at);
+    share = popular + count;
     next = share + count, mixed = next + count, alike = mixed + count;
     first = reinterpret_cast<int64_t *>(alike + count);
     slots = reinterpret_cast<int32_t *>(first + count);
   }
-  int64_t bytes(int64_t count) const { return 40 * count + 4 * num_slots; }
+  int64_t bytes(int64_t count) const { return 48 * count + 4 * num_slots; }
 
   // The slot of a row: where it stands, or where it may be put.
   int32_t &slot(int64_t row, const int64_t *candidates) {
@@ -45,16 +46,16 @@ int64_t known(const OrderTables &of, int64_t row) {
 
 int64_t order_bytes(int64_t num_candidates) { return Space(nullptr, num_candidates).bytes(num_candidates); }
 
-// log of the mixed probabilities, into `mixed`
+// log of the shares, into `popular`, and of the mixed probabilities, into `mixed`
 void mix(const OrderJob &job, Space &to) {
   const OrderTables &of = *job.tables;
   const int64_t count = job.num_candidates;
+  for (int64_t c = 0; c < count; ++c) to.popular[c] = of.shares[known(of, job.candidates[c])];
+  if (!job.num_followed) return void(memcpy(to.mixed, to.popular, count * sizeof(double)));
   for (int64_t c = 0; c < count; ++c) {
-    to.share[c] = of.shares[known(of, job.candidates[c])];
+    to.share[c] = exp(to.popular[c]);
     to.mixed[c] = 0;
   }
-  if (!job.num_followed) return void(memcpy(to.mixed, to.share, count * sizeof(double)));
-  for (int64_t c = 0; c < count; ++c) to.share[c] = exp(to.share[c]);
   double total = 0, weight = 1;
   for (int64_t n = 0; n < job.num_followed; ++n, weight *= of.decay) total += weight;
   weight = 1;
@@ -124,8 +125,10 @@ void order_sums(const OrderJob *at) {
   compare(job, space);
   neutralise(job, space.mixed);
   neutralise(job, space.alike);
+  neutralise(job, space.popular);
   for (int64_t c = 0; c < job.num_candidates; ++c) {
-    float sum = of.transitions * static_cast<float>(space.mixed[c]) + of.alike * static_cast<float>(space.alike[c]);
+    float sum = of.transitions * static_cast<float>(space.mixed[c]) + of.alike * static_cast<float>(space.alike[c]) +
+                of.popularity * static_cast<float>(space.popular[c]);
     if (job.retrieval) sum += of.retrieval * job.retrieval[c];
     if (job.click) sum += of.click * job.click[c];
     if (job.seen) sum += of.seen * job.seen[c];

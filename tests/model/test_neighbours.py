@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from npu_gr.model import neighbours as module
 from npu_gr.model.neighbours import LAST_ITEMS, Neighbours
 
 ITEMS = 40
@@ -25,10 +27,10 @@ def some_neighbours(seed: int = 0, width: int = 5) -> Neighbours:
     return Neighbours(items, similarity)
 
 
-def by_definition(neighbours: Neighbours, history: list[int]) -> npt.NDArray[np.float64]:
+def by_definition(neighbours: Neighbours, history: list[int], last_items: int = LAST_ITEMS) -> npt.NDArray[np.float64]:
     """The mean of every item, neighbour by neighbour."""
     sums = np.zeros(ITEMS)
-    known = {item for item in history[-LAST_ITEMS:] if item < ITEMS}
+    known = {item for item in history[-last_items:] if item < ITEMS}
     for item in known:
         for neighbour, similarity in zip(neighbours.items[item], neighbours.similarity[item], strict=True):
             if neighbour >= 0:
@@ -47,11 +49,16 @@ HISTORIES = {
 }
 
 
+@pytest.mark.parametrize("dense_pairs", [0.01, 1000])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("last_items", [1, LAST_ITEMS, 30])
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
-def test_means_and_the_best_of_them_are_those_of_the_definition(seed: int, history: list[int]) -> None:
-    neighbours = some_neighbours(seed)
-    want = by_definition(neighbours, history)
+def test_means_and_the_best_of_them_are_those_of_the_definition(
+    seed: int, last_items: int, history: list[int], dense_pairs: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "DENSE_PAIRS", dense_pairs)
+    neighbours = replace(some_neighbours(seed), last_items=last_items)
+    want = by_definition(neighbours, history, last_items)
     rows = np.array(history, np.int64)
     candidates = np.random.default_rng(seed).permutation(ITEMS)[:25]
     assert neighbours.means(rows, candidates).tolist() == want[candidates].tolist()
@@ -90,6 +97,7 @@ GOOD = some_neighbours()
         ({"similarity": -GOOD.similarity}, "similarity: needs finite numbers above 0"),
         ({"similarity": GOOD.similarity + np.float32(1)}, "similarity: needs .* and 0 in the padding"),
         ({"similarity": np.full((ITEMS, 5), np.nan, np.float32)}, "similarity: needs finite"),
+        ({"last_items": 0}, "last_items: needs at least 1, got 0"),
     ],
 )
 def test_what_are_no_neighbours_is_refused(changes: dict[str, Any], words: str) -> None:

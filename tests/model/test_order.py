@@ -6,6 +6,7 @@ An order without neighbours, which older versions wrote, is read as they read it
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from npu_gr.core.errors import CheckpointError
+from npu_gr.model import order as module
 from npu_gr.model.neighbours import Neighbours
 from npu_gr.model.order import DECAY, FILE, LAST_EVENTS, WEIGHTS, Order, load_order, save_order
 
@@ -33,7 +35,7 @@ def an_order(seed: int = 0, width: int = 4) -> Order:
             successors[row, width - kept :] = np.sort(random.choice(ITEMS, kept, replace=False))
             log_prob[row, width - kept :] = np.log(random.dirichlet(np.ones(kept + 1))[:kept])
     popularity = np.log(random.dirichlet(np.ones(ITEMS))).astype(np.float32)
-    weights = dict(zip(WEIGHTS, (0.5, 0.25, 0.125, 4.0, -2.0), strict=True))
+    weights = dict(zip(WEIGHTS, (0.5, 0.25, 0.125, 4.0, 0.75, -2.0), strict=True))
     return Order(
         task="click",
         weights=weights,
@@ -93,15 +95,17 @@ def test_a_new_item_is_neutral_and_leads_to_what_is_popular() -> None:
         assert among[ITEMS:] == pytest.approx(among[:ITEMS].mean())
     np.testing.assert_allclose(order.transitions(np.array([ITEMS]), old), np.log(share / share.sum()), rtol=1e-5)
     assert order.transitions(old, every)[:ITEMS].tolist() == order.transitions(old, old).tolist()
-    assert order.top(np.array([ITEMS, 3]), 4).tolist() == order.top(np.array([3]), 4).tolist()
-    assert len(order.top(np.array([ITEMS]), 4)) == 0
+    assert order.top(np.array([ITEMS]), 4).tolist() == np.argsort(-share, kind="stable")[:4].tolist()
+    assert order.popular(every)[ITEMS:] == pytest.approx(order.popularity.mean())
+    assert order.popular(every)[:ITEMS].tolist() == order.popularity.tolist()
+    assert np.exp(order.popular(every[ITEMS:])) == pytest.approx(share.mean())
 
 
 def test_of_an_empty_history_the_popularity_is_left() -> None:
     order = an_order()
     nothing = np.empty(0, np.int64)
     assert np.array_equal(order.transitions(nothing, np.array([3, 1])), order.popularity[[3, 1]])
-    assert len(order.top(nothing, 5)) == 0
+    assert order.top(nothing, 5).tolist() == np.argsort(-order.popularity, kind="stable")[:5].tolist()
 
 
 def test_an_order_without_any_transition_is_the_popularity() -> None:
@@ -110,14 +114,29 @@ def test_an_order_without_any_transition_is_the_popularity() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_top_are_the_most_probable_kept_successors(seed: int) -> None:
-    order = an_order(seed)
+def test_the_top_are_the_most_probable_of_all_items(seed: int) -> None:
+    order = an_order(seed, width=2)
     history = np.random.default_rng(seed).integers(0, ITEMS, 4)
-    kept = np.unique(order.successors[history])
-    kept = kept[kept >= 0]
-    best = kept[np.argsort(-order.transitions(history, kept.astype(np.int64)), kind="stable")]
-    assert order.top(history, 3).tolist() == best[:3].tolist()
-    assert sorted(order.top(history, 100).tolist()) == kept.tolist()
+    among = order.transitions(history, np.arange(ITEMS))
+    # an item that is no kept successor of any follows by its popularity, so only the first k of these can be found
+    kept = {item for item in order.successors[history].ravel().tolist() if item >= 0}
+    for k in range(1, ITEMS + 1):
+        found = kept | set(np.argsort(-order.popularity, kind="stable")[:k].tolist())
+        best = [item for item in np.argsort(-among, kind="stable").tolist() if item in found]
+        assert order.top(history, k).tolist() == best[:k]
+        others = [item for item in range(ITEMS) if item not in kept]
+        most = [item for item in order.top(history, k).tolist() if item in others]
+        assert (
+            most
+            == [item for item in np.argsort(-order.popularity, kind="stable").tolist() if item in others][: len(most)]
+        )
+    assert sorted(order.top(history, 100).tolist()) == list(range(ITEMS))
+
+
+def test_few_popular_items_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_POPULAR", 3)
+    order = an_order(width=0)
+    assert order.top(np.array([2]), 9).tolist() == np.argsort(-order.popularity, kind="stable")[:3].tolist()
 
 
 def test_what_is_alike_is_what_the_neighbours_say() -> None:
@@ -147,14 +166,16 @@ def test_a_new_item_is_as_alike_as_the_others_are_on_average() -> None:
 
 
 def test_the_sum_has_each_term_once() -> None:
-    one = np.eye(5, dtype=np.float32)
-    assert an_order().scores(*one).tolist() == [0.5, 0.25, 0.125, 4.0, -2.0]
-    assert [an_order().weights[name] for name in WEIGHTS] == [0.5, 0.25, 0.125, 4.0, -2.0]
+    one = np.eye(6, dtype=np.float32)
+    assert an_order().scores(*one).tolist() == [0.5, 0.25, 0.125, 4.0, 0.75, -2.0]
+    assert [an_order().weights[name] for name in WEIGHTS] == [0.5, 0.25, 0.125, 4.0, 0.75, -2.0]
 
 
-def test_round_trip(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last_items", [5, 100])
+def test_round_trip(tmp_path: Path, last_items: int) -> None:
     assert load_order(tmp_path) is None
     order = an_order()
+    order = replace(order, neighbours=replace(some_neighbours(), last_items=last_items))
     save_order(order, tmp_path)
     again = load_order(tmp_path)
     assert again is not None
@@ -165,7 +186,19 @@ def test_round_trip(tmp_path: Path) -> None:
     assert order.neighbours is not None
     assert np.array_equal(again.neighbours.items, order.neighbours.items)
     assert np.array_equal(again.neighbours.similarity, order.neighbours.similarity)
+    assert again.neighbours.last_items == last_items
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
+
+
+def test_a_file_without_a_weight_of_the_popularity_does_not_count_it(tmp_path: Path) -> None:
+    order = an_order()
+    order = replace(order, weights={**order.weights, "popularity": 0.0})
+    save_order(order, tmp_path)
+    with safe_open(tmp_path / FILE, framework="numpy") as file:  # as older versions can read it
+        assert "popularity" not in json.loads(file.metadata()["npu_gr.order"])["weights"]
+    again = load_order(tmp_path)
+    assert again is not None
+    assert again.weights == order.weights
 
 
 def older_file(order: Order, path: Path) -> None:
@@ -182,13 +215,14 @@ def test_an_older_file_is_the_order_that_it_was(tmp_path: Path) -> None:
     found = load_order(tmp_path)
     assert found is not None
     assert found.neighbours is None
-    assert found.weights == {**order.weights, "neighbours": 0.0}
+    assert found.weights == {**order.weights, "neighbours": 0.0, "popularity": 0.0}
     history, every = np.array([2, 4]), np.arange(ITEMS + 1)
     terms = np.random.default_rng(0).normal(size=(4, ITEMS + 1)).astype(np.float32)
     a, b, c, e = (np.float32(order.weights[name]) for name in ("retrieval", "click", "transitions", "seen"))
     was = a * terms[0] + b * terms[1] + c * terms[2] + e * terms[3]
     retrieval, click, transitions, seen = terms
-    assert found.scores(retrieval, click, transitions, found.alike(history, every), seen).tolist() == was.tolist()
+    others = found.alike(history, every), found.popular(every)
+    assert found.scores(retrieval, click, transitions, *others, seen).tolist() == was.tolist()
     assert found.nearest(history, 5).tolist() == []
     save_order(found, tmp_path)  # as the older version can read it
     with safe_open(tmp_path / FILE, framework="numpy") as file:
@@ -202,7 +236,7 @@ def test_an_older_file_is_the_order_that_it_was(tmp_path: Path) -> None:
     assert again.weights == found.weights
 
 
-@pytest.mark.parametrize("change", [{"format": 3}, {"format": 1}, {"last_items": 7}, {"decay": 0.5}])
+@pytest.mark.parametrize("change", [{"format": 3}, {"format": 1}, {"scale": 7.0}, {"decay": 0.5}])
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, change: dict[str, float]) -> None:
     save_order(an_order(), tmp_path)
     with safe_open(tmp_path / FILE, framework="numpy") as file:
@@ -216,7 +250,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, change: dict[str, flo
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"weights": {"retrieval": 1.0}}, "weights: needs finite retrieval, click, transitions, neighbours, seen"),
+        (
+            {"weights": {"retrieval": 1.0}},
+            "weights: needs finite retrieval, click, transitions, neighbours, popularity, seen",
+        ),
         ({"weights": dict.fromkeys(WEIGHTS, float("nan"))}, "weights: needs finite"),
         ({"popularity": np.full(ITEMS, -np.inf, np.float32)}, "popularity: needs one finite number an item"),
         ({"popularity": np.zeros(3, np.float32)}, "successors and log_prob: need 3 equal rows"),

@@ -39,11 +39,13 @@ def order(seed: int) -> Order:
     similarity = np.where(similar >= 0, random.uniform(0.01, 2, similar.shape), 0)
     return Order(
         task="like",
-        weights=dict(zip(WEIGHTS, random.normal(size=5).tolist(), strict=True)),
+        weights=dict(zip(WEIGHTS, random.normal(size=len(WEIGHTS)).tolist(), strict=True)),
         successors=successors,
         log_prob=log_prob.astype(np.float32),
         popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
-        neighbours=None if random.random() < 0.2 else Neighbours(similar, similarity.astype(np.float32)),
+        neighbours=Neighbours(similar, similarity.astype(np.float32), int(random.integers(1, 12)))
+        if seed % 5
+        else None,
     )
 
 
@@ -59,12 +61,13 @@ def test_the_kernel_is_the_definition(isa: str) -> None:
         random = np.random.default_rng([seed, 1])
         one = order(seed)
         known = one.num_items + int(random.integers(0, 3))  # the last ones are new
-        history = random.integers(0, known, int(random.integers(0, 9)))
+        history = random.integers(0, known, int(random.integers(0, 16)))
         candidates = random.integers(0, known, int(random.integers(0, 40)))  # some are there twice
         if seed % 2:
             candidates = np.unique(candidates)
         retrieval, click, seen = random.normal(size=(3, len(candidates))).astype(np.float32)
-        terms = [retrieval, click, one.transitions(history, candidates), one.alike(history, candidates), seen]
+        counted = one.transitions(history, candidates), one.alike(history, candidates), one.popular(candidates)
+        terms = [retrieval, click, *counted, seen]
         want = OrderSum(one)(history, candidates, retrieval, click, seen)
         np.testing.assert_array_equal(want, one.scores(*terms))
         got = OrderSum(one, backend)(history, candidates, retrieval, click, seen)

@@ -49,7 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(path / "checkpoint", tiny_order(), retrieval=True)
     write_checkpoint(path / "plain")
     write_checkpoint(path / "unordered", retrieval=True)
-    write_checkpoint(path / "older", replace(tiny_order(), neighbours=None), retrieval=True)
+    before = replace(tiny_order(), neighbours=None, weights=tiny_order().weights | {"popularity": 0.0})
+    write_checkpoint(path / "older", before, retrieval=True)
     return path
 
 
@@ -99,7 +100,7 @@ class ByHand:
         mine = np.array(own["items"], np.int64) - FIRST_ID
         like = self.run(rows, own)[:, 1].numpy()
         seen = np.isin(rows, mine).astype(np.float32)
-        counted = self.order.transitions(mine, rows), self.order.alike(mine, rows)
+        counted = self.order.transitions(mine, rows), self.order.alike(mine, rows), self.order.popular(rows)
         return self.order.scores(self.retrieval(own)[rows], like, *counted, seen)
 
     def ordered(self, items: list[int], own: dict[str, list[int]]) -> list[int]:

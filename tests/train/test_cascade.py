@@ -7,7 +7,8 @@ import json
 import numpy as np
 
 from npu_gr.train.cascade import CascadeWay, cascade_ways, choose_way, why
-from npu_gr.train.metrics import F64, ndcg
+from npu_gr.train.metrics import F64, ndcg, ndcg_of_each
+from npu_gr.train.paired import difference_of_users
 
 MISSED = float("inf")
 
@@ -49,6 +50,21 @@ def test_the_best_of_half_is_judged_by_the_others() -> None:
     assert found.rows[0].ndcg_at_10 == ndcg(ways[best][~chooses], 10)  # those who chose do not judge
     assert json.loads(json.dumps(found.as_dict()))["sources"] == ["trunk"]
     assert "trunk, fitted" in "\n".join(found.lines())
+
+
+def test_of_many_ways_one_that_looks_better_by_chance_is_not_taken() -> None:
+    whole, lucky = CascadeWay(("trunk", "transitions", "neighbours"), "fitted"), CascadeWay(("match",), "retrieval")
+    every = cascade_ways(["trunk", "transitions", "neighbours", "generate", "match"], has_order=True)
+    ways = dict.fromkeys(every, np.full(400, MISSED))
+    ways[whole] = np.where(np.arange(400) % 40 == 1, 0.0, MISSED)
+    ways[lucky] = np.where(np.arange(400) % 10 == 0, 0.0, MISSED)
+    chooses = np.zeros(400, np.bool_)
+    chooses[np.random.default_rng(0).permutation(400)[:200]] = True
+    lucky_each, each = (ndcg_of_each(ways[way][chooses], 10) for way in (lucky, whole))
+    gap = difference_of_users(lucky_each, each)
+    assert gap.low > 0
+    assert choose_way({way: ways[way] for way in (whole, lucky)}, whole).way == lucky  # it is one of two
+    assert choose_way(ways, whole).way == whole  # it is one of 68
 
 
 def test_a_stage_that_hurts_is_named_and_one_that_does_not_is_not() -> None:

@@ -19,7 +19,7 @@ class _Tables(Structure):
         *((name, c_void_p) for name in ("successors", "log_prob", "neighbours", "similarity", "rest", "shares")),
         *((name, c_int64) for name in ("num_items", "num_successors", "num_neighbours")),
         *((name, c_double) for name in ("decay", "scale")),
-        *((name, c_float) for name in ("retrieval", "click", "transitions", "alike", "seen")),
+        *((name, c_float) for name in ("retrieval", "click", "transitions", "alike", "popularity", "seen")),
     ]
 
 

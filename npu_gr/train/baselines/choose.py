@@ -66,7 +66,7 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselin
         seed: draws the users of the validation.
     """
     fitted: list[Baseline] = [Popularity(log), Markov(log), DecayedTransitions(log)]
-    graph = _graph(log)
+    graph = graph_of(log)
     if len(graph.users) > MAX_EDGES:
         words = f"ItemKNN, EASE and PureSVD are left out: {len(graph.users)} pairs of user and item, over {MAX_EDGES}"
         return FittedBaselines(fitted, (words,))
@@ -91,13 +91,14 @@ def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Ju
     targets = sample_targets(earlier.next_items(), VALIDATION_USERS, seed)
     users = np.array([target.user for target in targets], np.int64)
     items = earlier.items[np.array([target.event for target in targets], np.int64)]
-    graph = _graph(earlier)
+    graph = graph_of(earlier)
     had = np.isin(users * graph.num_items + items, graph.users * graph.num_items + graph.items)
     judges_all = len(had) > 0 and had.mean() > MANY_REPEATS
     return graph, Judge.make(HeldOut(users, items), graph.none() if judges_all else graph)
 
 
-def _graph(log: InteractionLog) -> Graph:
+def graph_of(log: InteractionLog) -> Graph:
+    """Make the graph of who has what in the trained events."""
     trained = log.trained
     return unique_edges(log.users[trained], log.items[trained], log.num_users, log.num_items)
 

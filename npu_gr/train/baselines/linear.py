@@ -85,6 +85,7 @@ class EASE:
             raise DataError(too_many)
         ones = np.ones(len(graph.users), np.float32)
         self._num_items = graph.num_items
+        self._ridge = ridge
         self._rows = graph.to_users(ones)
         self._kernel: Tensor | None = None
         self._weights: Tensor | None = None
@@ -110,6 +111,17 @@ class EASE:
             products = self._scored.times(self._kernel[:, rows])  # [num_scored, rows]
             total.index_add_(0, items[mine], products[items[mine], users[mine] - rows[0]])
         return total
+
+    def weights(self, start: int, stop: int) -> Tensor:
+        """Compute what some scored items, start .. stop - 1, add to each: rows of B, float32 [items, num_scored]."""
+        if self._weights is not None:
+            return self._weights[start:stop]
+        assert self._kernel is not None
+        products = self._scored.block(start, stop).times(self._kernel)
+        rows = (self._scored.times(products.T.contiguous()) * (self._factors / self._ridge)[:, None]).T
+        places = torch.arange(stop - start)
+        rows[places, start + places] = 0
+        return rows
 
     def scores(self, users: Tensor) -> Tensor:
         own = self._rows.dense(users, self._num_items)

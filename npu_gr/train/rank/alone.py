@@ -12,12 +12,11 @@ from dataclasses import replace
 
 from npu_gr.model.order import WEIGHTS, Order
 from npu_gr.train.data import InteractionLog, NextItem
-from npu_gr.train.metrics import F64, ndcg_of_each
-from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.paired import Difference, K, difference_of_users
+from npu_gr.train.rank.neighbour_choice import ndcg_of_lists
 from npu_gr.train.rank.order import ItemList
 
-SOURCES = ("retrieval", "transitions", "neighbours")  # the terms that find items too
+SOURCES = ("retrieval", "transitions", "neighbours", "popularity")  # the terms that find items too
 
 
 def alone(order: Order, source: str) -> Order:
@@ -46,12 +45,9 @@ def better_alone(
     if not targets:
         return {}
 
-    def each(judged: Order) -> F64:
-        rows = (found.over_all(found.scores(judged), log.num_items) for found in lists)
-        return ndcg_of_each(rank_next_items(log, targets, rows).judged, K)
-
-    fitted = each(order)
-    gaps = {source: difference_of_users(each(alone(order, source)), fitted) for source in SOURCES}
+    fitted = ndcg_of_lists(order, log, lists, targets)
+    others = {source: ndcg_of_lists(alone(order, source), log, lists, targets) for source in SOURCES}
+    gaps = {source: difference_of_users(figures, fitted) for source, figures in others.items()}
     best_first = sorted(gaps, key=lambda source: -gaps[source].mean)
     return {source: gaps[source] for source in best_first if gaps[source].mean > 0}
 

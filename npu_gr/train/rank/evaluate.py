@@ -87,6 +87,14 @@ class Evaluation:
         """Compare the ranker with the strongest baseline of the next item; None = no task scores it."""
         return compare(self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.baselines})
 
+    def beside(self, baseline: str) -> BaselineComparison | None:
+        """Compare the ranker with one baseline; None = no task scores the next item, or it is not among them."""
+        return compare(
+            self.ranker.model,
+            self.ranker.ranks,
+            {row.model: row.ranks for row in self.baselines if row.model == baseline},
+        )
+
     def with_parts(self) -> BaselineComparison | None:
         """Compare the fitted order with the best of what it is made of; None = there is no order."""
         return compare(self.ranker.model, self.ranker.ranks, {row.model: row.ranks for row in self.parts})

@@ -1,4 +1,4 @@
-"""Count the neighbours of each item: what the same users have.
+"""Count the neighbours of each item by the cosine: what the same users have. `neighbour_kinds.py` has other ways.
 
     similarity(j, i) = (sum over the users v who have both of n_v^-1/2) / (sqrt(n_j n_i) + 20)
 

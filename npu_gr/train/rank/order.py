@@ -19,11 +19,12 @@ from torch import Tensor
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import F32, I64
 from npu_gr.model.hstu import HSTU
+from npu_gr.model.neighbours import Neighbours
 from npu_gr.model.order import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHTS, Order
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbours import count_neighbours
+from npu_gr.train.rank.neighbour_kinds import USUAL, NeighbourKind
 from npu_gr.train.rank.sparse_rows import Entries
 from npu_gr.train.rank.validation import user_vectors
 
@@ -39,11 +40,12 @@ class ItemList(NamedTuple):
     click: F32  # [c] logit of the next item
     transitions: F32  # [c] log of the probability that it follows
     neighbours: F32  # [c] how much it has in common with the history
+    popularity: F32  # [c] log of its share of the events
     seen: F32  # [c] 1 = in the history
 
     def scores(self, order: Order) -> F32:
         """Sum up by the order's weights, [c]."""
-        return order.scores(self.retrieval, self.click, self.transitions, self.neighbours, self.seen)
+        return order.scores(self.retrieval, self.click, self.transitions, self.neighbours, self.popularity, self.seen)
 
     def over_all(self, scores: F32, num_items: int) -> F64:
         """Spread the list's scores, [c], over the catalogue: float64 [num_items]; -inf for what is not in the list."""
@@ -52,14 +54,15 @@ class ItemList(NamedTuple):
         return row
 
 
-def count_order(log: InteractionLog, task: str) -> Order:
+def count_order(log: InteractionLog, task: str, kind: NeighbourKind = USUAL) -> Order:
     """Count the transitions and the neighbours of the trained events; the order's weights are retrieval's alone.
 
     Args:
         log: its trained events count.
         task: that predicts the next item.
+        kind: of the neighbours.
     """
-    return replace(count_transitions(log, task), neighbours=count_neighbours(log))
+    return replace(count_transitions(log, task), neighbours=kind.counted(log))
 
 
 def count_transitions(log: InteractionLog, task: str) -> Order:
@@ -112,6 +115,7 @@ def retrieved_lists(
     targets: Sequence[NextItem],
     sizes: ListSizes,
     done: Callable[[int, int], None] = lambda *_: None,
+    others: Sequence[Neighbours] = (),
 ) -> Iterator[ItemList]:
     """Retrieve for each target the best items by u . e, followers and neighbours, and tell what is known of each.
 
@@ -122,6 +126,7 @@ def retrieved_lists(
         targets: the next items.
         sizes: of the lists.
         done: called with (users so far, users in all) after every user.
+        others: neighbours of other kinds, whose best are in the lists too.
     """
     log = inputs.log
     backend = CPUBackend()
@@ -134,14 +139,16 @@ def retrieved_lists(
         seen = torch.zeros(log.num_items)
         seen[torch.from_numpy(history)] = 1
         followers = torch.from_numpy(counted.top(history, sizes.followers))
-        neighbours = torch.from_numpy(counted.nearest(history, sizes.neighbours))
-        items = torch.unique(torch.cat([*_best(retrieval, seen, sizes.retrieved), followers, neighbours]))
+        neighbours = [counted.nearest(history, sizes.neighbours), *(o.top(history, sizes.neighbours) for o in others)]
+        found = [*_best(retrieval, seen, sizes.retrieved), followers, *map(torch.from_numpy, neighbours)]
+        items = torch.unique(torch.cat(found))
         yield ItemList(
             items.numpy(),
             retrieval[items].numpy(),
             model(backend, [inputs.segment(event, items)])[0][:, task].numpy(),
             counted.transitions(history, items.numpy()),
             counted.alike(history, items.numpy()),
+            counted.popular(items.numpy()),
             seen[items].numpy(),
         )
         done(count, len(targets))

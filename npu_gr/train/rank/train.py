@@ -1,8 +1,9 @@
 """Train the HSTU ranker from an interaction log: one trunk that retrieves, ranks, and knows the order to show.
 
     validation   the last trained event of each user, of a large log of some users. Nothing is trained on it: it ends
-                 the training at the epoch that makes it most likely, and fits the weights of the order; a source that
-                 orders it better alone than these do is served in their place, see `alone.py`
+                 the training at the epoch that makes it most likely, chooses the kind of the neighbours, and fits the
+                 weights of the order; a source that orders it better alone than these do is served in their place, see
+                 `alone.py`
     evaluation   the events that `split` keeps, beside the baselines; transitions and neighbours are counted anew of all
                  other events, the validation's among them, as the baselines count them
     refit        the model that is served is trained anew on all events, with the same settings, as many epochs and the
@@ -34,8 +35,10 @@ from npu_gr.train.rank.alone import better_alone, to_serve
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.neighbour_choice import choose_kind
+from npu_gr.train.rank.neighbour_kinds import USUAL, NeighbourKind, count_kinds
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes, count_order, fit_order, retrieved_lists
+from npu_gr.train.rank.order import ListSizes, count_order, count_transitions, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.search import SearchedOptions, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, liking_values, make_labels
@@ -111,13 +114,13 @@ def train_rank(
 
     searched = search(options, train, judge, has_likes=any(not task.is_next_item for task in chosen.tasks))
     fitted = searched.fitted
-    counted = None if click is None else count_order(held_out.log, click)
-    order, better = (None, {}) if counted is None else _fit_order(fitted, counted, held_out, options)
-    if counted is not None:  # as the baselines, which choose on the validation and then count it
-        counted = count_order(log, counted.task)
+    kind, order, better = (USUAL, None, {}) if click is None else _fit_order(fitted, click, held_out, options)
+    counted = None
+    if click is not None:  # as the baselines, which choose on the validation and then count it
+        counted = count_order(log, click, kind)
         order = None if order is None else replace(counted, weights=order.weights)
     num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
-    evaluation = _evaluate(searched, order, better, counted, log, held_out, chosen, num_served, options, progress)
+    evaluation = _evaluate(searched, order, better, counted, kind, log, held_out, chosen, num_served, options, progress)
     checkpoint = Checkpoint(
         model=fitted.model,
         item_ids=log.item_ids,
@@ -143,7 +146,7 @@ def train_rank(
             features=choose_features(everything, item_features, chosen.tasks, searched.options),
         )
         if order is not None:
-            order = replace(count_order(everything, order.task), weights=order.weights)
+            order = replace(count_order(everything, order.task, kind), weights=order.weights)
         checkpoint = replace(checkpoint, model=again.model, order=order)
     return checkpoint, evaluation
 
@@ -165,21 +168,25 @@ def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOutEvents:
 
 
 def _fit_order(
-    fitted: Fitted, counted: Order, held_out: HeldOutEvents, options: TrainOptions
-) -> tuple[Order | None, dict[str, Difference]]:
+    fitted: Fitted, task: str, held_out: HeldOutEvents, options: TrainOptions
+) -> tuple[NeighbourKind, Order | None, dict[str, Difference]]:
     """Fit the order on the validation, and compare each source alone with it.
 
     Returns:
-        The order that is served, None = there is no validation; and the sources that are above the fitted one.
+        The kind of its neighbours; the order that is served, None = there is no validation; and the sources that are
+        above the fitted one.
     """
     if not held_out.targets:
-        return None, {}
+        return USUAL, None, {}
     log, targets = held_out
-    sizes = _sizes(options)
-    lists = list(retrieved_lists(LogInputs(log, fitted.model), fitted.model, counted, targets, sizes))
-    order = fit_order(counted, log, lists, targets)
-    better = better_alone(order, log, lists, targets)
-    return to_serve(order, better), better
+    transitions = count_transitions(log, task)
+    kinds = count_kinds(log)
+    inputs = LogInputs(log, fitted.model)
+    lists = list(retrieved_lists(inputs, fitted.model, transitions, targets, _sizes(options), others=[*kinds.values()]))
+    counted = {kind: replace(transitions, neighbours=neighbours) for kind, neighbours in kinds.items()}
+    kind, order, own = choose_kind(counted, log, lists, targets)
+    better = better_alone(order, log, own, targets)
+    return kind, to_serve(order, better), better
 
 
 def _sizes(options: TrainOptions) -> ListSizes:
@@ -191,6 +198,7 @@ def _evaluate(
     order: Order | None,
     better: Mapping[str, Difference],
     counted: Order | None,
+    kind: NeighbourKind,
     log: InteractionLog,
     held_out: HeldOutEvents,
     chosen: ChosenTasks,
@@ -226,7 +234,7 @@ def _evaluate(
         num_next=len(targets),
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
-        fitting=_in_words(searched, order, len(held_out.targets)),
+        fitting=_in_words(searched, order, kind, len(held_out.targets)),
         better_alone=better,
         left_out=simple.left_out,
         ranker=ranker,
@@ -237,14 +245,15 @@ def _evaluate(
     )
 
 
-def _in_words(searched: SearchedOptions, order: Order | None, num_users: int) -> str:
+def _in_words(searched: SearchedOptions, order: Order | None, kind: NeighbourKind, num_users: int) -> str:
     if order is None:
         return f"trained for all of {searched.options.epochs} epochs: there is no validation"
     weights = ", ".join(f"{name} {weight:.2f}" for name, weight in order.weights.items())
     epochs = f"epoch {searched.fitted.num_epochs} of {searched.options.epochs} is the best"
     changed = ", ".join(f"{name}={_plain(value)}" for name, value in searched.changes.items()) or "what was asked for"
     tried = f"; of {searched.num_trials} settings tried: {changed}" if searched.options.budget_s else ""
-    return f"on the last trained event of {num_users:,} users: {epochs}{tried}; order: {weights}"
+    on = f"on the last trained event of {num_users:,} users"
+    return f"{on}: {epochs}{tried}; order: {weights}; neighbours: {kind.name}"
 
 
 def _plain(value: float | tuple[str, ...]) -> str:

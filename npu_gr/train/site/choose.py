@@ -31,6 +31,7 @@ from npu_gr.train.next_event import JUDGED_USERS, MISSED, NextEventCase, hides_s
 AT_ONCE = 8
 BUDGET_S = 60.0
 LEAST_USERS = 50  # who choose; of fewer nothing can be learned
+OWN: tuple[SourceName, ...] = ("trunk", "transitions", "neighbours")  # of the ranker: its order is fitted on these
 ASKED: tuple[OrderName, ...] = ("fitted", "rank")  # whose scores decide every order
 
 
@@ -43,8 +44,8 @@ def choose_for_site(
         path: configuration over the evaluated models, with every part as a section.
         overrides: `section.key=value`.
         log: all events; the models have not seen each user's last.
-        sources: that may be chosen, and the items asked of each; the first with the fitted order is what stays unless
-            another way is measurably better.
+        sources: that may be chosen, and the items asked of each, the ranker's own first; these with the fitted order
+            are what stays unless another way is measurably better.
         most_users: half of them choose.
 
     Returns:
@@ -97,7 +98,7 @@ async def _choose(
                     group.create_task(one(row, case))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors
-    return choose_way(places, CascadeWay((next(iter(sources)),), "fitted"))
+    return choose_way(places, CascadeWay(tuple(source for source in sources if source in OWN), "fitted"))
 
 
 class _Found:

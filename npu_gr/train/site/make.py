@@ -27,7 +27,7 @@ from npu_gr.features.interactions import Interactions
 from npu_gr.service.config import load
 from npu_gr.train.next_command import curl, serve
 from npu_gr.train.progress import training_progress
-from npu_gr.train.site.choose import choose_for_site
+from npu_gr.train.site.choose import OWN, choose_for_site
 from npu_gr.train.site.configuration import EVALUATED, SERVE, configuration
 from npu_gr.train.site.examples import examples, known_user
 from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files
@@ -76,7 +76,7 @@ def train_site(
             raise DataError(f"{data}: was changed while it was trained on; run the command again")
         report = _finish(folder, data, made_by, dataset, options, parts, console)
     console.print(report.table())
-    for line in report.cascade.words if report.cascade else ():
+    for line in report.words():
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     for warning in report.warnings():
         console.print(warning, style="yellow", soft_wrap=True)
@@ -208,19 +208,20 @@ def _cascade(
     made_from = digest(__version__, numbers, *(part.made_from for part in parts.values()))
     if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
         return served.cascade
-    usual = SiteCascade(made_from=made_from, sources={"trunk": options.num_found}, order="fitted")
+    own = {name: sources[name] for name in OWN}
+    usual = SiteCascade(made_from=made_from, sources=own, order="fitted")
     path = folder.write(EVALUATED, configuration(folder.place, made_by, options, usual, is_evaluated=True).encode())
     made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
-    own = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
+    lies = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
     overrides = [
-        f"checkpoint={own['ranker']}",
-        f"generate.checkpoint={own['generator']}",
-        f"generate.catalogue={own['generator'] / 'items.jsonl'}",
-        f"match.vectors={own['vectors']}",
+        f"checkpoint={lies['ranker']}",
+        f"generate.checkpoint={lies['generator']}",
+        f"generate.catalogue={lies['generator'] / 'items.jsonl'}",
+        f"match.vectors={lies['vectors']}",
     ]
     try:
         choice = choose_for_site(path, overrides, log, sources, options.choosing_users)
-    except NpuGrError as error:  # the trunk alone still serves
+    except NpuGrError as error:  # the ranker's own sources still serve
         return msgspec.structs.replace(usual, words=(f"WARNING: sources and order were not chosen: {error}",))
     if choice is None:
         return usual

@@ -24,6 +24,7 @@ from npu_gr.train.site.report import (
     PartReport,
     generator_figures,
     ranker_figures,
+    ranker_words,
     vectors_figures,
     warning_of,
     warning_of_ranker,
@@ -40,6 +41,7 @@ class _Trained(NamedTuple):
     measured_on: str
     figures: tuple[Figure, ...]
     warning: str
+    words: tuple[str, ...] = ()
 
 
 class Part(NamedTuple):
@@ -76,6 +78,7 @@ def train_part(
         num_events=len(dataset.interactions()),
         took_s=time.perf_counter() - began_at,
         figures=trained.figures,
+        words=trained.words,
         warning=trained.warning,
     )
 
@@ -91,7 +94,8 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
     checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
     what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
     measured_on = _stands(found.split, found.num_trained, what)
-    return _Trained(save(checkpoint, folder), measured_on, ranker_figures(found), warning_of_ranker(found))
+    made = save(checkpoint, folder)
+    return _Trained(made, measured_on, ranker_figures(found), warning_of_ranker(found), ranker_words(found))
 
 
 def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:

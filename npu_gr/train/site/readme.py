@@ -25,7 +25,8 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
     ]
     events = {"items": [found.items[-1]], "actions": [found.actions[-1]], "timestamps": [found.timestamp - 1]}
     warnings = [text for warning in report.warnings() for text in ("", warning)]
-    cascade = "" if report.cascade is None else "\n\n" + "\n\n".join(report.cascade.words)
+    words = report.words()
+    cascade = "\n\n" + "\n\n".join(words) if words else ""
     as_of = "" if found.asked_at is None else " (`timestamp` asks as of the end of the log; without it: as of now)"
     return f"""# A recommender of {report.num_events:,} events
 

@@ -9,6 +9,7 @@ import msgspec
 from rich.table import Table
 
 from npu_gr.core.request import OrderName, SourceName
+from npu_gr.train.baselines import Markov
 from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
 from npu_gr.train.paired import BaselineComparison
 from npu_gr.train.rank.alone import in_words
@@ -39,6 +40,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     num_events: int  # that the served model was trained on
     took_s: float
     figures: tuple[Figure, ...]
+    words: tuple[str, ...] = ()  # the same with intervals
     warning: str = ""  # that it is no better than the strongest baseline, or than a part of it
 
 
@@ -89,6 +91,11 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
                 )
         return table
 
+    def words(self) -> list[str]:
+        """Say how the models stand beside the baselines, and why the cascade is as it is."""
+        own = [line for part in self.parts.values() for line in part.words]
+        return [*own, *(self.cascade.words if self.cascade else ())]
+
     def warnings(self) -> list[str]:
         """Name the models that are not shown to be better than a baseline."""
         return [part.warning for part in self.parts.values() if part.warning]
@@ -107,6 +114,19 @@ def warning_of(comparison: BaselineComparison | None) -> str:
 def warning_of_ranker(found: Evaluation) -> str:
     """Say that a ranker is no better than the strongest baseline, and which sources are better alone, a line each."""
     return "\n".join(filter(None, [warning_of(found.comparison()), *in_words(found.better_alone)]))
+
+
+def ranker_words(found: Evaluation) -> tuple[str, ...]:
+    """Say how the fitted order, which a recommend uses, stands beside the strongest baseline and Markov counts."""
+    beside = filter(None, (found.comparison(), found.beside(Markov.name)))
+    rows = {each.baseline: each.differences for each in beside}
+    return tuple(
+        f"ranker in its fitted order less {name}: "
+        + ", ".join(
+            f"{figure} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})" for figure, gap in list(gaps.items())[:2]
+        )
+        for name, gaps in rows.items()
+    )
 
 
 def ranker_figures(found: Evaluation) -> tuple[Figure, ...]:

@@ -43,8 +43,10 @@ def test_ease_is_its_formula(num_users: int, num_items: int, monkeypatch: pytest
     inverse = np.linalg.inv(x.T @ x + 3 * np.eye(num_items))
     weights = -inverse / np.diag(inverse)
     np.fill_diagonal(weights, 0)
-    found = EASE(graph, 10, 3.0).scores(torch.arange(num_users))
+    model = EASE(graph, 10, 3.0)
+    found = model.scores(torch.arange(num_users))
     np.testing.assert_allclose(found, (x @ weights)[:, :10], atol=1e-4)
+    np.testing.assert_allclose(torch.cat([model.weights(0, 3), model.weights(3, 10)]), weights[:10, :10], atol=1e-5)
 
 
 def test_ease_too_large_to_invert_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

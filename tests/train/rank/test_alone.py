@@ -72,6 +72,7 @@ def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(log:
         "click": 0.0,
         "transitions": 0.0,
         "neighbours": 1.0,
+        "popularity": 0.0,
         "seen": -9.0,
     }
     assert served.successors is order.successors

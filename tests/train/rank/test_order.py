@@ -88,8 +88,8 @@ def chosen_lists(weights: list[float], num_users: int, log: InteractionLog) -> t
     random = np.random.default_rng(0)
     lists, targets = [], []
     for _ in range(num_users):
-        terms = random.normal(size=(NUM_ITEMS, 5)).astype(np.float32)
-        terms[:, 4] = random.random(NUM_ITEMS) < 0.3
+        terms = random.normal(size=(NUM_ITEMS, 6)).astype(np.float32)
+        terms[:, 5] = random.random(NUM_ITEMS) < 0.3
         scores = terms @ np.array(weights)
         item = random.choice(NUM_ITEMS, p=np.exp(scores) / np.exp(scores).sum())
         lists.append(ItemList(np.arange(NUM_ITEMS), *terms.T))
@@ -98,7 +98,7 @@ def chosen_lists(weights: list[float], num_users: int, log: InteractionLog) -> t
 
 
 def test_the_weights_that_decided_are_found(log: InteractionLog) -> None:
-    weights = [0.6, 0.2, 0.3, 0.4, -1.5]
+    weights = [0.6, 0.2, 0.3, 0.4, 0.5, -1.5]
     lists, targets = chosen_lists(weights, 2000, log)
     found = fit_order(count_transitions(log, "click"), log, lists, targets)
     assert [found.weights[name] for name in WEIGHTS] == pytest.approx(weights, abs=0.1)
@@ -106,7 +106,7 @@ def test_the_weights_that_decided_are_found(log: InteractionLog) -> None:
 
 def test_lists_without_the_next_item_say_nothing(log: InteractionLog) -> None:
     counted = count_transitions(log, "click")
-    lists, targets = chosen_lists([1.0, 0.0, 0.0, 0.0, 0.0], 5, log)
+    lists, targets = chosen_lists([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 5, log)
     own = [int(log.items[event]) for _, event in targets]
     lists = [ItemList(*(term[found.items != item] for term in found)) for found, item in zip(lists, own, strict=True)]
     assert fit_order(counted, log, lists, targets).weights == RETRIEVAL_ALONE
@@ -136,9 +136,11 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(log: In
         np.testing.assert_allclose(found.click, answer(model, log, target, found.items)[:, 0].numpy(), atol=1e-6)
         assert np.array_equal(found.transitions, counted.transitions(history, found.items))
         assert np.array_equal(found.neighbours, counted.alike(history, found.items))
+        assert np.array_equal(found.popularity, counted.popularity[found.items])
         assert np.array_equal(found.seen, np.isin(found.items, history))
-        want: Order = replace(counted, weights=dict(zip(WEIGHTS, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True)))
+        want: Order = replace(counted, weights=dict(zip(WEIGHTS, (1.0, 2.0, 3.0, 4.0, 6.0, 5.0), strict=True)))
         sums = found.retrieval + 2 * found.click + 3 * found.transitions + 4 * found.neighbours + 5 * found.seen
+        sums += 6 * found.popularity
         np.testing.assert_allclose(found.scores(want), sums, rtol=1e-5)
     assert others
 

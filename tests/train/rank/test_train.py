@@ -25,7 +25,7 @@ from npu_gr.train.paired import Difference
 from npu_gr.train.rank import train as module
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbours import count_neighbours
+from npu_gr.train.rank.neighbour_kinds import KINDS
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ItemList, count_transitions
 from npu_gr.train.rank.tasks import Task
@@ -96,7 +96,8 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
             values=np.where(last, 6 - log.values, log.values),
         )
 
-    one, test, both = (train_rank(events, [], TINY)[0] for events in (log, with_others(1), with_others(2)))
+    one, how = train_rank(log, [], TINY)
+    test, both = (train_rank(with_others(num_last), [], TINY)[0] for num_last in (1, 2))
     weights = one.model.state_dict()
     for other in (test, both):
         assert all(torch.equal(weights[name], tensor) for name, tensor in other.model.state_dict().items())
@@ -109,7 +110,9 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
     trained = build_log(log, [], "leave-one-out")  # the validation is counted once the weights are fitted
     assert np.array_equal(one.order.log_prob, count_transitions(trained, "click").log_prob)
     assert one.order.neighbours is not None
-    assert np.array_equal(one.order.neighbours.similarity, count_neighbours(trained).similarity)
+    kind = next(kind for kind in KINDS if f"neighbours: {kind.name}" in how.fitting)
+    assert np.array_equal(one.order.neighbours.similarity, kind.counted(trained).similarity)
+    assert one.order.neighbours.last_items == kind.last_items
 
 
 def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +133,7 @@ def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(monke
     assert served.order is not None
     weights = dict(served.order.weights)
     assert weights.pop("seen") != 0
-    assert weights == {"retrieval": 0.0, "click": 0.0, "transitions": 0.0, "neighbours": 1.0}
+    assert weights == {"retrieval": 0.0, "click": 0.0, "transitions": 0.0, "neighbours": 1.0, "popularity": 0.0}
     assert "neighbours alone" in {part.model for part in found.parts}
 
 

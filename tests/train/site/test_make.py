@@ -25,6 +25,7 @@ from npu_gr.train.site.report import Figure, PartReport
 from npu_gr.train.site.side_by_side import Training
 from tests.serving import write_checkpoint
 
+OWN_SOURCES = {"trunk": 200, "transitions": 100, "neighbours": 100}
 FIGURES = (Figure(name="HR@10 unseen", value=0.2, baseline="Markov counts", baseline_value=0.1),)
 
 
@@ -174,7 +175,7 @@ def test_the_cascade_is_chosen_once_by_the_evaluated_models(tmp_path: Path, trai
     site = tmp_path / "site"
     usual = load(site / "serve.yaml").recommend
     assert usual is not None
-    assert (dict(usual.sources), usual.order) == ({"trunk": 200}, "fitted")  # too few users to choose
+    assert (dict(usual.sources), usual.order) == (OWN_SOURCES, "fitted")  # too few users to choose
     everything = ["trunk", "transitions", "neighbours", "generate", "match"]
     assert trainings.chose_over == [[str(site / ".new" / "ranker" / "evaluated"), *everything]]
     run(tmp_path)

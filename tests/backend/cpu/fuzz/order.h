@@ -50,6 +50,7 @@ void order_sums() {
                               -0.3f,
                               0.5f,
                               0.9f,
+                              -0.2f,
                               -6};
   const auto drawn = [&](int64_t n) {
     std::vector<int64_t> rows;
@@ -82,7 +83,7 @@ void order_sums() {
 
   const auto known = [&](int64_t row) { return row >= 0 && row < items ? row : items; };
   std::vector<double> m, n;
-  double mean_m = 0, mean_n = 0, num_known = 0;
+  double mean_m = 0, mean_n = 0, mean_p = 0, num_known = 0;
   for (int64_t c = 0; c < count; c++) {
     const int64_t row = candidates[static_cast<size_t>(c)];
     const double share = shares(0, known(row));
@@ -108,14 +109,16 @@ void order_sums() {
     }
     m.push_back(num_followed ? log(mixed / weights) : share);
     n.push_back(similarity > 0 ? log1p(100 * similarity / distinct) : 0);
-    if (known(row) < items) mean_m += m.back(), mean_n += n.back(), num_known++;
+    if (known(row) < items) mean_m += m.back(), mean_n += n.back(), mean_p += share, num_known++;
   }
   for (int64_t c = 0; c < count; c++) {
     const bool is_new = known(candidates[static_cast<size_t>(c)]) == items && num_known > 0;
     const double of_m = is_new ? mean_m / num_known : m[static_cast<size_t>(c)];
     const double of_n = is_new ? mean_n / num_known : n[static_cast<size_t>(c)];
+    const double of_p = is_new ? mean_p / num_known : shares(0, known(candidates[static_cast<size_t>(c)]));
     const double others = is_there ? 0.7 * given(0, c) - 6 * given(2, c) : 0;
-    expect("sum", c, static_cast<float *>(sums.at())[c], others - 0.3 * given(1, c) + 0.5 * of_m + 0.9 * of_n, 1e-4);
+    expect("sum", c, static_cast<float *>(sums.at())[c],
+           others - 0.3 * given(1, c) + 0.5 * of_m + 0.9 * of_n - 0.2 * of_p, 1e-4);
   }
 }
 

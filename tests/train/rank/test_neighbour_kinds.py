@@ -1,0 +1,113 @@
+"""Each kind of neighbours is its formula, and the kind that orders the validation better is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from npu_gr.model.order import WEIGHTS, Order
+from npu_gr.train.baselines.choose import graph_of
+from npu_gr.train.baselines.linear import EASE
+from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.rank import neighbour_kinds as module
+from npu_gr.train.rank.neighbour_choice import choose_kind, ndcg_of_lists
+from npu_gr.train.rank.neighbour_kinds import (
+    KINDS,
+    MANY_ITEMS,
+    USUAL,
+    NeighbourKind,
+    count_kinds,
+    ease_neighbours,
+)
+from npu_gr.train.rank.neighbours import count_neighbours
+from npu_gr.train.rank.order import ItemList, count_transitions
+from tests.train.synthetic import NUM_ITEMS, planted
+
+EVERY = np.arange(NUM_ITEMS)
+
+
+@pytest.fixture(scope="module", params=[20, 60])  # fewer users than items, and more
+def log(request: pytest.FixtureRequest) -> InteractionLog:
+    return build_log(planted(num_users=request.param, num_events=7), [], "leave-one-out")
+
+
+def test_the_neighbours_of_ease_score_as_ease_does_above_0(log: InteractionLog) -> None:
+    found = ease_neighbours(log, 2.0)
+    model = EASE(graph_of(log), NUM_ITEMS, 2.0)
+    weights = model.weights(0, NUM_ITEMS).numpy()
+    assert (weights < 0).any()
+    for item in EVERY:
+        want = weights[item].clip(0)
+        np.testing.assert_allclose(found.means(np.array([item]), EVERY), want, rtol=1e-6)
+    user = int(log.num_trained.argmax())
+    own = np.unique(log.items[log.starts[user] : log.starts[user] + log.num_trained[user]])
+    scores = model.scores(torch.tensor([user]))[0].numpy()
+    others = np.setdiff1d(EVERY, own)  # with their weights below 0 they are what EASE itself says
+    np.testing.assert_allclose(weights[own].sum(0)[others], scores[others], atol=1e-5)
+
+
+def test_the_highest_weights_are_kept(log: InteractionLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_NEIGHBOURS", 2)
+    monkeypatch.setattr(module, "BLOCK_ROWS", 7)
+    found = ease_neighbours(log, 2.0)
+    weights = EASE(graph_of(log), NUM_ITEMS, 2.0).weights(0, NUM_ITEMS).numpy()
+    for item in EVERY:
+        best = [other for other in np.argsort(-weights[item], kind="stable")[:2].tolist() if weights[item, other] > 0]
+        assert found.items[item].tolist() == [-1] * (2 - len(best)) + sorted(best)
+
+
+def test_every_kind_is_counted_with_its_events(log: InteractionLog) -> None:
+    found = count_kinds(log)
+    assert tuple(found) == KINDS
+    assert KINDS[0] == USUAL
+    for kind, neighbours in found.items():
+        want = count_neighbours(log) if kind.ridge is None else ease_neighbours(log, kind.ridge)
+        assert np.array_equal(neighbours.items, want.items)
+        assert np.array_equal(neighbours.similarity, want.similarity)
+        assert neighbours.last_items == kind.last_items == kind.counted(log).last_items
+    assert [kind.name for kind in KINDS[:3]] == ["cosine, last 5", "cosine, last 500", "EASE, ridge 100, last 500"]
+
+
+@pytest.mark.parametrize("bound", ["MAX_EDGES", "ease_is_too_large"])
+def test_a_log_that_is_too_large_for_ease_has_the_cosine(
+    log: InteractionLog, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setattr(module, bound, 10 if bound == "MAX_EDGES" else lambda _: "too large")
+    assert [kind.ridge for kind in count_kinds(log)] == [None, None]
+
+
+def lists_of(log: InteractionLog, targets: list[NextItem]) -> list[ItemList]:
+    terms = {name: np.zeros(NUM_ITEMS, np.float32) for name in WEIGHTS}
+    return [ItemList(EVERY, **terms) for _ in targets]
+
+
+def orders(log: InteractionLog, *kinds: NeighbourKind) -> dict[NeighbourKind, Order]:
+    transitions = count_transitions(log, "click")
+    return {kind: replace(transitions, neighbours=kind.counted(log)) for kind in kinds}
+
+
+def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
+    log = build_log(planted(num_users=60, num_events=30), [], "leave-one-out")
+    targets = log.next_items()
+    counted = orders(log, NeighbourKind(MANY_ITEMS), NeighbourKind(1))  # the last item alone leads to the next one
+    lists = lists_of(log, targets)
+    found = choose_kind(counted, log, lists, targets)
+    assert found.kind == NeighbourKind(1)
+    assert found.order.neighbours is counted[found.kind].neighbours
+    for kept, (user, event) in zip(found.lists, targets, strict=True):
+        assert np.array_equal(kept.neighbours, found.order.alike(log.items[log.starts[user] : event], EVERY))
+    figures = ndcg_of_lists(found.order, log, found.lists, targets)
+    own = log.items[[event for _, event in targets]]
+    for figure, kept, item in zip(figures, found.lists, own, strict=True):
+        scores = kept.scores(found.order)  # most of the next items are repeats, so all items compete
+        place = (scores > scores[item]).sum() + ((scores == scores[item]).sum() - 1) / 2  # ties count half
+        assert figure == pytest.approx(1 / np.log2(place + 2) if place < 10 else 0)
+
+
+def test_of_equal_kinds_the_simplest_stays(log: InteractionLog) -> None:
+    targets = log.next_items()
+    same = orders(log, NeighbourKind(50), NeighbourKind(MANY_ITEMS))  # no history is as long
+    assert choose_kind(same, log, lists_of(log, targets), targets).kind == NeighbourKind(50)
