@@ -11,7 +11,6 @@ import pytest
 from npu_gr.core.arrays import I64
 from npu_gr.features.interactions import Interactions
 from npu_gr.train.baselines import Markov
-from npu_gr.train.rank.neighbour_kinds import MANY_ITEMS
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.site.report import ranker_words
@@ -82,7 +81,6 @@ def test_what_is_served_is_not_below_the_strongest_baseline(history: History, te
     assert words[0].startswith(f"ranker in its fitted order less {beside.baseline}: ")
     order = checkpoint.order
     assert order is not None
-    assert order.neighbours is not None
     assert max(order.weights, key=lambda name: order.weights[name]) == term
     if history is of_chains:
         assert beside.differences["NDCG@10 unseen"] == (0, 0, 0, 1)  # what it serves is what follows
@@ -90,8 +88,6 @@ def test_what_is_served_is_not_below_the_strongest_baseline(history: History, te
     else:
         assert all(gap.low > 0 for gap in list(markov.differences.values())[:2])
         assert words[1].startswith("ranker in its fitted order less Markov counts: ")
-    if history is of_groups:
-        assert order.neighbours.last_items == MANY_ITEMS
 
 
 def test_of_a_baseline_that_is_not_there_nothing_is_said() -> None:

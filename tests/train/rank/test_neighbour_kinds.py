@@ -12,8 +12,10 @@ from npu_gr.model.order import WEIGHTS, Order
 from npu_gr.train.baselines.choose import graph_of
 from npu_gr.train.baselines.linear import EASE
 from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.metrics import F64
+from npu_gr.train.rank import neighbour_choice
 from npu_gr.train.rank import neighbour_kinds as module
-from npu_gr.train.rank.neighbour_choice import choose_kind, ndcg_of_lists
+from npu_gr.train.rank.neighbour_choice import choose_kind, list_likelihood, ndcg_of_lists
 from npu_gr.train.rank.neighbour_kinds import (
     KINDS,
     MANY_ITEMS,
@@ -105,6 +107,45 @@ def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
         scores = kept.scores(found.order)  # most of the next items are repeats, so all items compete
         place = (scores > scores[item]).sum() + ((scores == scores[item]).sum() - 1) / 2  # ties count half
         assert figure == pytest.approx(1 / np.log2(place + 2) if place < 10 else 0)
+
+    likely = list_likelihood(found.order, log, found.lists, targets)
+    scores = np.stack([kept.scores(found.order) for kept in found.lists]).astype(np.float64)
+    want = np.log(np.exp(scores)[np.arange(len(own)), own] / np.exp(scores).sum(1))
+    np.testing.assert_allclose(likely, want, rtol=1e-6)
+    without = [
+        ItemList(*(column[kept.items != item] for column in kept)) for kept, item in zip(lists, own, strict=True)
+    ]
+    assert len(list_likelihood(found.order, log, without, targets)) == 0
+
+
+@pytest.mark.parametrize(
+    ("places", "likely", "is_chosen"),
+    [
+        ([0.3, 0.3, 0.4, 0.3], [-9.0, -9.0, -9.0, -9.0], True),  # what is shown is surely better
+        ([0.9, -0.3, -0.3, -0.3], [0.3, 0.3, 0.4, 0.3], True),  # or maybe, and the next items are surely likelier
+        ([0.9, -0.3, -0.3, -0.3], [0.9, 0.0, 0.0, -0.8], False),  # neither tells
+        ([-0.1, 0.0, 0.0, 0.0], [0.3, 0.3, 0.4, 0.3], False),  # it is worse
+        ([0.0, 0.0, 0.0, 0.0], [], False),  # no list has its next item
+    ],
+)
+def test_a_kind_is_chosen_by_what_is_shown_and_else_by_the_likelihood(
+    log: InteractionLog,
+    monkeypatch: pytest.MonkeyPatch,
+    places: list[float],
+    likely: list[float],
+    is_chosen: bool,
+) -> None:
+    targets = log.next_items()[:4]
+    counted = orders(log, USUAL, NeighbourKind(MANY_ITEMS))
+
+    def figures(gaps: list[float], order: Order) -> F64:
+        assert order.neighbours is not None
+        return np.array(gaps) * (order.neighbours.last_items == MANY_ITEMS)
+
+    monkeypatch.setattr(neighbour_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
+    monkeypatch.setattr(neighbour_choice, "list_likelihood", lambda order, *_: figures(likely, order))
+    found = choose_kind(counted, log, lists_of(log, targets), targets)
+    assert found.kind == (NeighbourKind(MANY_ITEMS) if is_chosen else USUAL)
 
 
 def test_of_equal_kinds_the_simplest_stays(log: InteractionLog) -> None:
