@@ -3,7 +3,7 @@
     config.json, model.safetensors   the decoder, as a Hugging Face checkpoint
     items.jsonl                      the catalogue: items, semantic IDs, and the single-valued features as attributes
     centroids.safetensors            what made the semantic IDs, for items that come later; not of ready-made codes
-    given_codes.json                 the ready-made codes whose nodes the catalogue's semantic IDs number
+    given_codes.json                 the ready-made codes, where the semantic IDs number their nodes (`nodes.py`)
     serve.yaml                       a configuration that serves them
     report.json                      the figures that were measured
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from npu_gr.catalogue.trie import Codebooks
@@ -37,7 +37,7 @@ from npu_gr.train.data import Batch, InteractionLog, Split, batches, build_log, 
 from npu_gr.train.generate.augment import Augmentation
 from npu_gr.train.generate.causal import encode, next_logits, start
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
-from npu_gr.train.generate.nodes import SiblingLoss, nodes_of
+from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, nodes_of
 from npu_gr.train.generate.retrieval import (
     GeneratorJudge,
     RetrievalFigures,
@@ -50,6 +50,7 @@ from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
 from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
 
 SPLIT: Split = "leave-one-out"
+M = TypeVar("M", bound=nn.Module)  # what is trained
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -118,6 +119,8 @@ BEAUTY = GenerateOptions(
     code_length=0.3,
 )
 """For many short histories."""
+BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096)
+"""For many short histories and ready-made codes of more levels: a step has as many items."""
 
 
 class TrainedGenerator(NamedTuple):
@@ -302,14 +305,37 @@ def _epochs(
     stage: str,
     progress: Callable[[TrainingProgress], None],
 ) -> Iterator[tuple[int, Decoder]]:
-    """Train the model in place. After every epoch hand out its number, from 0, and the moving average of the model."""
+    """Train the model in place. After every epoch hand out its number, from 0, and what serves: the moving average."""
+    if codes.given is None:
+        code_loss = CodeLoss(codes)
+        yield from _steps(
+            model, [model.embedding.weight], log, len(codes.code_count), options, stage, progress, code_loss
+        )
+        return
+    nodes = NodeDecoder(model, codes, torch.Generator().manual_seed(options.seed))
+    tables = [model.embedding.weight, nodes.code_rows]
+    sibling_loss = SiblingLoss(codes)
+    for epoch, averaged in _steps(nodes, tables, log, len(codes.code_count), options, stage, progress, sibling_loss):
+        yield epoch, averaged.folded()
+
+
+def _steps(
+    model: M,
+    tables: Sequence[Tensor],
+    log: InteractionLog,
+    num_levels: int,
+    options: GenerateOptions,
+    stage: str,
+    progress: Callable[[TrainingProgress], None],
+    loss_of: Callable[[M, Batch, float], Tensor],
+) -> Iterator[tuple[int, M]]:
+    """Do the work of `_epochs` for a model of any kind. Hand out its moving average as it is."""
     torch.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
-    loss = CodeLoss(codes) if codes.given is None else SiblingLoss(codes)
     trainer = EpochTrainer(
         model,
         options,
-        tables=[model.embedding.weight],
+        tables=tables,
         table_weight_decay=options.code_weight_decay,
         stage=stage,
         progress=progress,
@@ -318,8 +344,8 @@ def _epochs(
     for epoch in range(options.epochs):
         varied = augmentation.draw(random)
         cut = windows(varied, options.history_items + 1, random)
-        parts = list(batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random))
-        trainer.run_epoch(epoch, parts, lambda batch: loss(model, batch, options.dropout))
+        parts = list(batches(varied, cut, max(1, options.batch_tokens // num_levels), random))
+        trainer.run_epoch(epoch, parts, lambda batch: loss_of(model, batch, options.dropout))
         yield epoch, trainer.averaged
 
 

@@ -24,7 +24,7 @@ from npu_gr.service.config import load
 from npu_gr.train.data import Window, batches, build_log
 from npu_gr.train.generate.causal import encode, next_logits
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
-from npu_gr.train.generate.nodes import SiblingLoss, nodes_of
+from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, nodes_of
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
 from npu_gr.train.generate.retrieval import GeneratorJudge
 from npu_gr.train.generate.train import TrainedGenerator, _new_model, train_generator
@@ -82,6 +82,8 @@ def test_the_loss_is_the_surprise_among_siblings(trained: TrainedGenerator) -> N
     """Sequence by sequence, without padding, node by node; certain nodes and a window's first one count nothing."""
     log, codes, model = trained.log, trained.codes, trained.model
     bases = np.array(Codebooks.stacked(codes.code_count).vocab_base)
+    nodes = NodeDecoder(model, codes, torch.Generator().manual_seed(1))
+    model = nodes.folded()
     parts = [Window(int(log.starts[user]), length) for user, length in enumerate((3, 1, 7, 5))]
     (batch,) = batches(log, parts, 100)
     surprise = 0.0
@@ -91,7 +93,25 @@ def test_the_loss_is_the_surprise_among_siblings(trained: TrainedGenerator) -> N
         for place in range(1, sids.size):
             item, level = divmod(place, 3)
             surprise -= chance(model, codes, rows[place - 1], sids[item].tolist(), level)
-    assert SiblingLoss(codes)(model, batch, 0.0).item() == pytest.approx(surprise / 16, rel=1e-5)
+    assert SiblingLoss(codes)(nodes, batch, 0.0).item() == pytest.approx(surprise / 16, rel=1e-5)
+
+
+def test_the_folded_table_gives_the_logits_of_the_sums(trained: TrainedGenerator) -> None:
+    """Each node's embedding is its own row and that of the code that the item has at this level, bit for bit."""
+    codes, given_codes = trained.codes, trained.codes.given
+    assert given_codes is not None
+    nodes = NodeDecoder(trained.model, codes, torch.Generator().manual_seed(1))
+    folded = nodes.folded()
+    assert folded.embedding.weight is not trained.model.embedding.weight
+    for level, base in enumerate(Codebooks.stacked(codes.code_count).vocab_base):
+        code_base = Codebooks.stacked(given_codes.code_count).vocab_base[level]
+        for node, code in zip(codes.sids[:, level].tolist(), given_codes.sids[:, level].tolist(), strict=True):
+            want = trained.model.embedding.weight[base + node] + nodes.code_rows[code_base + code]
+            assert torch.equal(folded.embedding.weight[base + node], want)
+    tokens = torch.randint(0, sum(codes.code_count), (4, 12), generator=torch.Generator().manual_seed(0))
+    rows = encode(nodes.decoder, tokens, table=nodes.table)
+    assert torch.equal(encode(folded, tokens), rows)
+    assert torch.equal(next_logits(folded, rows), rows @ nodes.table.T)
 
 
 def test_a_tree_without_branches_below_its_first_level_is_trained() -> None:
@@ -101,7 +121,8 @@ def test_a_tree_without_branches_below_its_first_level_is_trained() -> None:
     model = _new_model(log, nodes, ONE)
     (batch,) = batches(log, [Window(0, 3)], 100)
     batch = dataclasses.replace(batch, items=torch.tensor([[0, 1, 1]]))
-    SiblingLoss(nodes)(model, batch, 0.0).backward()
+    trainee = NodeDecoder(model, nodes, torch.Generator().manual_seed(0))
+    SiblingLoss(nodes)(trainee, batch, 0.0).backward()
     gradient = model.embedding.weight.grad
     assert gradient is not None
     assert gradient.isfinite().all()
