@@ -119,8 +119,8 @@ BEAUTY = GenerateOptions(
     code_length=0.3,
 )
 """For many short histories."""
-BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096)
-"""For many short histories and ready-made codes of more levels: a step has as many items."""
+BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096, code_length=1.0)
+"""For many short histories and ready-made codes of four levels."""
 
 
 class TrainedGenerator(NamedTuple):
