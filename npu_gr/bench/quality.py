@@ -28,7 +28,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import Interactions
 from npu_gr.train.baselines.sasrec import SASRec, SASRecOptions
 from npu_gr.train.data import build_log
-from npu_gr.train.generate.train import BEAUTY, MOVIELENS, SPLIT, GenerateOptions, train_generator
+from npu_gr.train.generate.train import BEAUTY, BEAUTY_GIVEN, MOVIELENS, SPLIT, GenerateOptions, train_generator
 from npu_gr.train.generate.train import QUICK as QUICK_GENERATOR
 from npu_gr.train.match.arms import EXPORT, POPULARITY, SCCDR, Bench
 from npu_gr.train.match.candidates import BASELINES
@@ -68,7 +68,8 @@ class Effort:
     match: MatchOptions
     retrieve: RetrieveOptions
     generate: GenerateOptions
-    codes: GenerateOptions  # with given semantic IDs
+    given_codes: GenerateOptions  # with given semantic IDs
+    own_codes: GenerateOptions
     rank: TrainOptions
     features: TrainOptions  # with groups of features: long enough to tell them apart
     sasrec: SASRecOptions
@@ -84,7 +85,8 @@ FULL = Effort(
     match=MatchOptions(),
     retrieve=_unserved(RetrieveOptions()),
     generate=_unserved(MOVIELENS),
-    codes=_unserved(BEAUTY),
+    given_codes=_unserved(BEAUTY_GIVEN),
+    own_codes=_unserved(BEAUTY),
     rank=_unserved(msgspec.structs.replace(PRESETS["demo"], split="leave-one-out")),
     features=_unserved(msgspec.structs.replace(PRESETS["demo"], num_layers=1, epochs=4)),
     sasrec=SASRecOptions(),
@@ -94,7 +96,8 @@ QUICK = Effort(
     match=MatchOptions(source_steps=20, target_steps=20, inter_steps=10),
     retrieve=_unserved(RetrieveOptions(windows=(5,), powers=(0.5,))),
     generate=_unserved(msgspec.structs.replace(QUICK_GENERATOR, epochs=2, validate_every=2)),
-    codes=_unserved(msgspec.structs.replace(BEAUTY, epochs=1, validate_every=1, test_users=500)),
+    given_codes=_unserved(msgspec.structs.replace(BEAUTY_GIVEN, epochs=1, validate_every=1, test_users=500)),
+    own_codes=_unserved(msgspec.structs.replace(BEAUTY, epochs=1, validate_every=1, test_users=500)),
     rank=_unserved(msgspec.structs.replace(PRESETS["quick"], epochs=1, split="leave-one-out")),
     features=_unserved(msgspec.structs.replace(PRESETS["quick"], num_layers=1, epochs=1)),
     sasrec=SASRecOptions(epochs=2),
@@ -216,8 +219,9 @@ def codes_lines(interactions: Interactions, codes: Path, case: str, effort: Effo
         effort: of the training.
     """
     own_count = options_for(len(np.unique(interactions.items))).generate.code_count
-    options = msgspec.structs.replace(effort.codes, seed=effort.seeds[0], code_count=own_count)
-    for kind, path in (("given IDs", codes), ("own IDs", None)):
+    ways = (("given IDs", codes, effort.given_codes), ("own IDs", None, effort.own_codes))
+    for kind, path, of_kind in ways:
+        options = msgspec.structs.replace(of_kind, seed=effort.seeds[0], code_count=own_count)
         report = train_generator(interactions, [], options, path).report
         ours = [report.generator.ranks.overall]
         simple = {row.model: [row.ranks.overall] for row in report.baselines}

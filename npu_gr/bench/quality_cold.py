@@ -20,7 +20,6 @@ its genre: how often, and how well, trained items of the genre were received.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -38,7 +37,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_rows import NewItems
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.data import InteractionLog, NextItem, build_log, to_train_on
-from npu_gr.train.generate.codes import ItemCodes, codes_of_new, item_vectors, residual_codes
+from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, item_vectors, residual_codes
 from npu_gr.train.generate.retrieval import GeneratorJudge
 from npu_gr.train.generate.train import SPLIT, GenerateOptions, train_generator
 from npu_gr.train.metrics import F64, auc, hits, ndcg_of_each
@@ -207,8 +206,8 @@ def _generated(split: ColdLog, options: GenerateOptions, targets: Sequence[NextI
     log = split.judged
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "codes.json"
-        ids = log.item_ids[: split.num_trained_items].tolist()
-        path.write_text(json.dumps(dict(zip(map(str, ids), split.codes.sids.tolist(), strict=True))))
+        path.write_text(codes_text(log.item_ids[: split.num_trained_items], split.codes))
+        options = msgspec.structs.replace(options, given_tokens="codes")  # a cold item has no node of its own
         made = train_generator(split.trained, split.features, options, path)
     codes = replace(split.all_codes, code_count=made.codes.code_count)
     judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)

@@ -56,9 +56,9 @@ def _rank_presets() -> Mapping[str, TrainOptions]:
 
 
 def _generate_presets() -> Mapping[str, GenerateOptions]:
-    from npu_gr.train.generate.train import BEAUTY, MOVIELENS, QUICK
+    from npu_gr.train.generate.train import BEAUTY, BEAUTY_GIVEN, MOVIELENS, QUICK
 
-    return {"movielens": MOVIELENS, "quick": QUICK, "beauty": BEAUTY}
+    return {"movielens": MOVIELENS, "quick": QUICK, "beauty": BEAUTY, "beauty-given": BEAUTY_GIVEN}
 
 
 def _retrieve_presets() -> Presets:
@@ -182,7 +182,12 @@ def train_rank(
 @click.option("--codes", type=FILE, help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.')
 @ITEMS
 @ITEM_FEATURES
-@click.option("--preset", default="movielens", show_default=True, type=click.Choice(["movielens", "quick", "beauty"]))
+@click.option(
+    "--preset",
+    default="movielens",
+    show_default=True,
+    type=click.Choice(["movielens", "quick", "beauty", "beauty-given"]),
+)
 @_override(_generate_presets)
 @VALUE_COLUMN
 @THREADS

@@ -32,7 +32,7 @@ from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadAnswer, TooLarge, Unavailable, Unprocessable, Unreachable
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
-from npu_gr.core.request import OrderName, SourceName
+from npu_gr.core.request import Normalise, OrderName, SourceName
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.erase import EraseBody
@@ -165,7 +165,7 @@ class AsyncClient:
         base: str | None = None,
         num_items: int = 50,
         beam_width: int | None = None,
-        normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary",
+        normalise: Normalise | None = None,
         temperature: float = 1.0,
         exclude_seen: bool | None = None,
         allow_items: Names | None = None,
@@ -182,7 +182,7 @@ class AsyncClient:
         Args:
             user, history, base, fields, model_version: as of `rank`.
             num_items: at most.
-            beam_width, normalise, temperature: of the search; scores are log-probabilities.
+            beam_width, normalise, temperature: of the search; None = the service's; scores are log-probabilities.
             exclude_seen: leave out the items of the history; None = as the service is configured.
             allow_items: only these; None = all.
             deny_items: none of these.

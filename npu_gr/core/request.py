@@ -55,6 +55,7 @@ class LeasedAnswer(Answer, Protocol):
 
 SourceName = Literal["trunk", "transitions", "neighbours", "generate", "match"]  # of a cascade
 OrderName = Literal["fitted", "rank", "fused", "retrieval"]  # of a cascade's items
+Normalise = Literal["vocabulary", "codebook", "valid"]  # see `SearchOptions` of `npu_gr/engine/beam_search.py`
 
 
 class Verdict(StrEnum):
@@ -200,7 +201,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     history: HistoryRef
     num_items: int
     beam_width: int | None = None  # None = the config's, or num_items if that is more
-    normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
+    normalise: Normalise | None = None  # None = the config's
     temperature: float = 1.0
     exclude_seen: bool | None = None  # leave out the items of the history; None = the config's
     allow_items: I64 | None = None  # [n] external ids; None = all

@@ -29,6 +29,7 @@ from npu_gr.backend.base import Backend, Slab
 from npu_gr.backend.calls import Choices, Continuations, Over, TopkCall
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32, I64
+from npu_gr.core.request import Normalise
 from npu_gr.core.settings import Count
 from npu_gr.kv.beam_arena import BeamArena, fork_ancestry
 from npu_gr.model.generative import BeamStep, GenerativeModel, LayerSlabs, UnsharedKV
@@ -51,7 +52,7 @@ class SearchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     width: Count = 128
-    normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
+    normalise: Normalise = "vocabulary"
     temperature: Annotated[float, msgspec.Meta(gt=0.0)] = 1.0
 
 

@@ -8,6 +8,7 @@ import msgspec
 import xxhash
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.request import Normalise
 from npu_gr.core.settings import Bytes, Count, Positive
 
 Token = Annotated[int, msgspec.Meta(ge=0)]
@@ -51,6 +52,7 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokens_after: tuple[Token, ...] | None = None  # behind the items; only a T5 has any, and must say: [1]
     max_beams: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 512
     beam_width: Count = 128  # for a request that names none
+    normalise: Normalise = "vocabulary"  # for a request that names none: over what the model was trained to
     exclude_seen: bool = True  # leave out the items of the history, unless a request says otherwise
     max_prompt_tokens: Count = 1024  # of a longer history the prompt holds the newest items
     cut_step_items: Count = 32  # the prompt's start moves in steps of this many items; a T5's in steps of one

@@ -160,7 +160,8 @@ class Generation:
             prompt = await self._prompt(snapshot, request.user, history)
             if not len(prompt):
                 raise ColdUser(f"history: none of the newest {len(history.newest.events)} items is in the catalogue")
-            options = SearchOptions(width=width, normalise=request.normalise, temperature=request.temperature)
+            normalise = request.normalise or self.config.normalise
+            options = SearchOptions(width=width, normalise=normalise, temperature=request.temperature)
             allow = await asyncio.to_thread(self._filter, snapshot, request, history.events.items)
             async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
                 lease_s = time.monotonic() - began_at

@@ -18,7 +18,7 @@ import numpy as np
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, Kind, Scored
-from npu_gr.core.request import OrderName, SourceName
+from npu_gr.core.request import Normalise, OrderName, SourceName
 from npu_gr.feature_schema.columns import NO_COLUMNS, Columns
 
 RECORDED: dict[str, Kind[Any, Any]] = {name: kind for name, kind in KINDS.items() if kind.is_recorded}
@@ -125,7 +125,7 @@ class LoggedGenerate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     num_items: int = 50
     beam_width: int | None = None
-    normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
+    normalise: Normalise | None = None
     temperature: float = 1.0
     exclude_seen: bool | None = None
     allow_items: Column | None = None

@@ -94,7 +94,11 @@ def test_given_and_own_codes_have_their_lines(tmp_path: Path) -> None:
     log = planted(num_users=30, num_events=12)
     codes = {str(item): [place % 5, place // 5] for place, item in enumerate(np.unique(log.items).tolist())}
     (tmp_path / "codes.json").write_text(json.dumps(codes))
-    lines = list(codes_lines(log, tmp_path / "codes.json", "planted", replace(TINY, codes=TINY.generate)))
+    lines = list(
+        codes_lines(
+            log, tmp_path / "codes.json", "planted", replace(TINY, given_codes=TINY.generate, own_codes=TINY.generate)
+        )
+    )
     kinds = ("given IDs", "own IDs")
     assert [line.case for line in lines] == [  # nobody published figures of this log
         f"codes planted: train generate, {kind}, all items, {figure}"

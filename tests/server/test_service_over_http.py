@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
-from torch import Tensor
 
 from npu_gr.backend.calls import HstuWholeCall
+from npu_gr.core.arrays import F32
 from npu_gr.core.errors import DeviceError
 from npu_gr.core.kinds import RANK
 from tests.models import events
@@ -176,7 +176,7 @@ async def test_a_device_that_fails_with_the_prefix_does_without(
         backend = service.versions.ranker().engine.backend
         whole = backend.hstu_whole
 
-        def fails_with_a_prefix(call: HstuWholeCall) -> Tensor | None:
+        def fails_with_a_prefix(call: HstuWholeCall) -> F32 | None:
             if any(segment.num_cached for segment in call.segments):
                 raise RuntimeError("planted")
             return whole(call)
@@ -196,7 +196,7 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
         whole = backend.hstu_whole
         calls = list[HstuWholeCall]()
 
-        def fails_once(call: HstuWholeCall) -> Tensor | None:
+        def fails_once(call: HstuWholeCall) -> F32 | None:
             calls.append(call)
             found = whole(call)  # its pages are written, whatever comes of it
             if len(calls) == 1:

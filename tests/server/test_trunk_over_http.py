@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(path / "checkpoint", tiny_order(), retrieval=True)
     write_checkpoint(path / "plain")
     write_checkpoint(path / "unordered", retrieval=True)
-    before = replace(tiny_order(), neighbours=None, weights=tiny_order().weights | {"popularity": 0.0})
+    before = replace(tiny_order(), neighbours=None, weights={**tiny_order().weights, "popularity": 0.0})
     write_checkpoint(path / "older", before, retrieval=True)
     return path
 

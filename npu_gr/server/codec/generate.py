@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
-from npu_gr.core.request import GenerateAnswer, GenerateRequest
+from npu_gr.core.request import GenerateAnswer, GenerateRequest, Normalise
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
@@ -34,7 +34,7 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
 
     num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 50
     beam_width: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None  # absent: the service's
-    normalise: Literal["vocabulary", "codebook", "valid"] = "vocabulary"
+    normalise: Normalise | None = None  # absent: the service's
     temperature: Annotated[float, msgspec.Meta(ge=1e-3, le=1e3)] = 1.0
     exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
     allow_items: Candidates | None = None  # absent: all

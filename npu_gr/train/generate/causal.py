@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout, linear, scaled_dot_product_attention
+from torch.nn.functional import dropout, embedding, linear, scaled_dot_product_attention
 
 from npu_gr.model.decoder import Decoder, DecoderLayer
 
 
-def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0) -> Tensor:
+def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0, table: Tensor | None = None) -> Tensor:
     """Compute the final rows of token sequences, ready for `next_logits`.
 
     Args:
         model: the decoder.
         tokens: int64 [B, n], padded at the end with any tokens.
         dropout_ratio: of embedded tokens and of each layer's update.
+        table: [vocabulary, dim] in the place of the model's token embedding.
 
     Returns:
         float32 [B, n, dim].
     """
     config = model.config
     cos, sin = config.angles(0, tokens.shape[1], tokens.device)
-    x = dropout(model.embedding(tokens), dropout_ratio)
+    x = dropout(embedding(tokens, model.embedding.weight if table is None else table), dropout_ratio)
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
         q, k, v = (rows.transpose(1, 2) for rows in layer.project(x, cos, sin))  # [B, H, n, D]

@@ -29,6 +29,7 @@ from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.trie import I32
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.request import Normalise
 from npu_gr.features.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
 
@@ -48,6 +49,12 @@ class ItemCodes:
     centroids: tuple[F32, ...] = ()  # L x [codes, vector dim]; none for ready-made codes
     residuals: tuple[float, ...] = ()  # L + 1 mean squared lengths: of the vectors, and of what each level leaves over
     num_moved: int = 0  # items that lost a collision and got other codes
+    given: ItemCodes | None = None  # the codes whose nodes these number, see `nodes.py`; None = these are no nodes
+
+    @property
+    def normalise(self) -> Normalise:
+        """Over which tokens the decoder's training normalises, and therefore the search."""
+        return "vocabulary" if self.given is None else "valid"
 
     def balance(self) -> list[float]:
         """Compute how evenly the codes of each level are used: entropy over its maximum, 1 = all alike."""
@@ -65,6 +72,8 @@ class ItemCodes:
 
     def text(self) -> str:
         """Describe the codes in words."""
+        if self.given is not None:
+            return f"{self.given.text()}; a token for each of the {sum(self.code_count):,} beginnings"
         levels = " x ".join(map(str, self.code_count))
         balance = ", ".join(f"{value:.2f}" for value in self.balance())
         beginnings = ", ".join(f"{count:,}" for count in self.beginnings())
@@ -73,6 +82,8 @@ class ItemCodes:
 
     def means(self, vectors: F32) -> list[F32]:
         """Average what each code stands for: at each level what the levels before it have left over of its items.
+
+        A node stands for all of its items, because its token says everything alone.
 
         Args:
             vectors: float32 [N, d] of the items.
@@ -87,7 +98,8 @@ class ItemCodes:
             np.add.at(sums, codes, rest)
             uses = np.bincount(codes, minlength=count).clip(min=1).astype(np.float32)
             means: F32 = sums / uses[:, None]
-            rest = rest - means[codes]
+            if self.given is None:
+                rest = rest - means[codes]
             found.append(means)
         return found
 
@@ -304,6 +316,11 @@ def _take(used: dict[tuple[int, ...], int], sid: list[int]) -> None:
     for level in range(len(sid)):
         beginning = tuple(sid[: level + 1])
         used[beginning] = used.get(beginning, 0) + 1
+
+
+def codes_text(item_ids: I64, codes: ItemCodes) -> str:
+    """Write codes as the JSON that `read_codes` reads."""
+    return json.dumps(dict(zip(map(str, item_ids.tolist()), codes.sids.tolist(), strict=True)))
 
 
 def read_codes(path: Path, item_ids: I64) -> ItemCodes:

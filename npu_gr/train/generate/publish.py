@@ -3,6 +3,7 @@
     config.json, model.safetensors   the decoder, as a Hugging Face checkpoint
     items.jsonl                      the catalogue: items, semantic IDs, and the single-valued features as attributes
     centroids.safetensors            what made the semantic IDs, for items that come later; not of ready-made codes
+    given_codes.json                 the ready-made codes, where the semantic IDs number their nodes (`nodes.py`)
     serve.yaml                       a configuration that serves them
     report.json                      the figures that were measured
 
@@ -28,13 +29,25 @@ from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf, hf_files
+from npu_gr.train.generate.codes import codes_text
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
 from npu_gr.train.next_command import CONFIGURATION, example, next_command
 
 CATALOGUE = "items.jsonl"
 REPORT = "report.json"
+GIVEN_CODES = "given_codes.json"  # as `--codes` takes it
 # in the order of their renaming
-FILES = (hf_files.WEIGHTS, hf_files.CONFIG, action_names.FILE, centroids.FILE, CATALOGUE, REPORT, CONFIGURATION)
+FILES = (
+    hf_files.WEIGHTS,
+    hf_files.CONFIG,
+    action_names.FILE,
+    centroids.FILE,
+    GIVEN_CODES,
+    CATALOGUE,
+    REPORT,
+    CONFIGURATION,
+)
+OF_SOME = (centroids.FILE, GIVEN_CODES)  # not every generator has these
 MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
 
 
@@ -82,8 +95,11 @@ def publish(
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
             (new / CONFIGURATION).write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))
-            if not trained.codes.centroids:
-                (folder / centroids.FILE).unlink(missing_ok=True)
+            if trained.codes.given is not None:
+                (new / GIVEN_CODES).write_text(codes_text(trained.log.item_ids, trained.codes.given))
+            for name in OF_SOME:
+                if not (new / name).exists():
+                    (folder / name).unlink(missing_ok=True)
             for name in FILES:
                 if (new / name).exists():
                     os.replace(new / name, folder / name)
@@ -103,8 +119,11 @@ def configuration(trained: TrainedGenerator, options: GenerateOptions, folder: P
     Returns:
         A table for `npu_gr/service/config.py`.
     """
+    generate = section(trained.codes.code_count, options, folder)
+    if trained.codes.given is not None:
+        generate["normalise"] = trained.codes.normalise
     return {
-        "generate": section(trained.codes.code_count, options, folder),
+        "generate": generate,
         "features": {"path": str(folder / "history.db")},
     }
 

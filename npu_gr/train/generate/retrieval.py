@@ -142,7 +142,7 @@ class GeneratorJudge:
         self._tables = Tables.upload(self._trie, self._backend.device)
         self._sids = dict(zip(item_ids.tolist(), codes.sids.tolist(), strict=True))
         self._max_tokens = history_items * self._trie.num_levels
-        self._options = SearchOptions(width=beam_width)
+        self._options = SearchOptions(width=beam_width, normalise=codes.normalise)
 
     def judge(
         self,

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from npu_gr.catalogue.trie import Codebooks
@@ -37,6 +37,7 @@ from npu_gr.train.data import Batch, InteractionLog, Split, batches, build_log, 
 from npu_gr.train.generate.augment import Augmentation
 from npu_gr.train.generate.causal import encode, next_logits, start
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
+from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, nodes_of
 from npu_gr.train.generate.retrieval import (
     GeneratorJudge,
     RetrievalFigures,
@@ -49,6 +50,7 @@ from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
 from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
 
 SPLIT: Split = "leave-one-out"
+M = TypeVar("M", bound=nn.Module)  # what is trained
 
 
 class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,6 +61,11 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     code_count: Annotated[tuple[Count, ...], Meta(min_length=1, description="codes of each level")] = (64, 64)
     vector_dim: Annotated[Count, Meta(description="most dimensions of the neighbours' part of an item vector")] = 64
     company_window: Annotated[Count, Meta(description="items at most so many events apart are neighbours")] = 5
+
+    given_tokens: Annotated[
+        Literal["nodes", "codes"],
+        Meta(description="tokens of ready-made codes: nodes = one for each beginning of a semantic ID; codes = theirs"),
+    ] = "nodes"
 
     dim: Annotated[Count, Meta(description="width of a token")] = 64
     num_layers: Annotated[Count, Meta(description="decoder layers")] = 2
@@ -112,6 +119,8 @@ BEAUTY = GenerateOptions(
     code_length=0.3,
 )
 """For many short histories."""
+BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096, code_length=1.0)
+"""For many short histories and ready-made codes of four levels."""
 
 
 class TrainedGenerator(NamedTuple):
@@ -197,7 +206,8 @@ def _codes(
     log: InteractionLog, features: Sequence[ItemValues], options: GenerateOptions, path: Path | None
 ) -> ItemCodes:
     if path is not None:
-        return read_codes(path, log.item_ids)
+        given = read_codes(path, log.item_ids)
+        return nodes_of(given) if options.given_tokens == "nodes" else given
     vectors = item_vectors(log, features, options.vector_dim, options.company_window, options.seed)
     uses = np.bincount(log.items[log.trained], minlength=log.num_items)
     return residual_codes(vectors, options.code_count, uses, options.seed)
@@ -295,14 +305,37 @@ def _epochs(
     stage: str,
     progress: Callable[[TrainingProgress], None],
 ) -> Iterator[tuple[int, Decoder]]:
-    """Train the model in place. After every epoch hand out its number, from 0, and the moving average of the model."""
+    """Train the model in place. After every epoch hand out its number, from 0, and what serves: the moving average."""
+    if codes.given is None:
+        code_loss = CodeLoss(codes)
+        yield from _steps(
+            model, [model.embedding.weight], log, len(codes.code_count), options, stage, progress, code_loss
+        )
+        return
+    nodes = NodeDecoder(model, codes, torch.Generator().manual_seed(options.seed))
+    tables = [model.embedding.weight, nodes.code_rows]
+    sibling_loss = SiblingLoss(codes)
+    for epoch, averaged in _steps(nodes, tables, log, len(codes.code_count), options, stage, progress, sibling_loss):
+        yield epoch, averaged.folded()
+
+
+def _steps(
+    model: M,
+    tables: Sequence[Tensor],
+    log: InteractionLog,
+    num_levels: int,
+    options: GenerateOptions,
+    stage: str,
+    progress: Callable[[TrainingProgress], None],
+    loss_of: Callable[[M, Batch, float], Tensor],
+) -> Iterator[tuple[int, M]]:
+    """Do the work of `_epochs` for a model of any kind. Hand out its moving average as it is."""
     torch.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
-    tokens = torch.from_numpy(codes.sids + np.array(Codebooks.stacked(codes.code_count).vocab_base, np.int64))
     trainer = EpochTrainer(
         model,
         options,
-        tables=[model.embedding.weight],
+        tables=tables,
         table_weight_decay=options.code_weight_decay,
         stage=stage,
         progress=progress,
@@ -311,14 +344,22 @@ def _epochs(
     for epoch in range(options.epochs):
         varied = augmentation.draw(random)
         cut = windows(varied, options.history_items + 1, random)
-        parts = list(batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random))
-        trainer.run_epoch(epoch, parts, lambda batch: _loss(model, tokens, batch, options.dropout))
+        parts = list(batches(varied, cut, max(1, options.batch_tokens // num_levels), random))
+        trainer.run_epoch(epoch, parts, lambda batch: loss_of(model, batch, options.dropout))
         yield epoch, trainer.averaged
 
 
-def _loss(model: Decoder, tokens: Tensor, batch: Batch, dropout_ratio: float) -> Tensor:
-    """Average the cross-entropy of every code but the first of each window; padding does not count."""
-    sequence = tokens[batch.items].flatten(1)  # [B, N * L]
-    counts = batch.valid.repeat_interleave(tokens.shape[1], dim=1)[:, 1:]
-    rows = encode(model, sequence[:, :-1], dropout_ratio)
-    return cross_entropy(next_logits(model, rows[counts]), sequence[:, 1:][counts])
+class CodeLoss:
+    """The loss of a decoder over codes: cross-entropy of each code among the whole vocabulary."""
+
+    def __init__(self, codes: ItemCodes) -> None:
+        bases = Codebooks.stacked(codes.code_count).vocab_base
+        self._tokens = torch.from_numpy(codes.sids + np.array(bases, np.int64))  # [N, L]
+
+    def __call__(self, model: Decoder, batch: Batch, dropout_ratio: float) -> Tensor:
+        """Average the cross-entropy of every code but the first of each window; padding does not count."""
+        tokens = self._tokens
+        sequence = tokens[batch.items].flatten(1)  # [B, N * L]
+        counts = batch.valid.repeat_interleave(tokens.shape[1], dim=1)[:, 1:]
+        rows = encode(model, sequence[:, :-1], dropout_ratio)
+        return cross_entropy(next_logits(model, rows[counts]), sequence[:, 1:][counts])

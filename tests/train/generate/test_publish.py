@@ -23,7 +23,7 @@ from npu_gr.model import hf
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.generate.causal import encode, next_logits
-from npu_gr.train.generate.publish import FILES, how_to_serve, prepare, publish
+from npu_gr.train.generate.publish import FILES, GIVEN_CODES, how_to_serve, prepare, publish
 from npu_gr.train.generate.train import TrainedGenerator, train_generator
 from tests.decoders import hf_logits
 from tests.train.generate.test_train import ONE
@@ -80,7 +80,7 @@ def test_the_configuration_is_one_that_the_service_reads(folder: Path) -> None:
     assert config.codes == (6, 6)
     assert config.max_prompt_tokens == 24
     assert (folder / "report.json").exists()
-    assert {path.name for path in folder.iterdir()} == set(FILES)
+    assert {path.name for path in folder.iterdir()} == set(FILES) - {GIVEN_CODES}
 
 
 async def test_a_service_starts_from_it_and_answers_valid_items(trained: TrainedGenerator, folder: Path) -> None:

@@ -24,10 +24,10 @@ from npu_gr.train.generate.causal import encode, next_logits
 from npu_gr.train.generate.codes import item_vectors
 from npu_gr.train.generate.retrieval import GeneratorJudge, RetrievalFigures, baseline_figures
 from npu_gr.train.generate.train import (
+    CodeLoss,
     GenerateOptions,
     TrainedGenerator,
     _epochs,
-    _loss,
     _new_model,
     train_generator,
 )
@@ -145,7 +145,7 @@ def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator
         chances = next_logits(trained.model, encode(trained.model, sequence[None, :-1]))[0].log_softmax(-1)
         surprise += (-chances.gather(1, sequence[1:, None])[:, 0]).tolist()
     assert len(surprise) == 2 * 15 - 3
-    assert math.isclose(_loss(trained.model, tokens, batch, 0.0).item(), np.mean(surprise), rel_tol=1e-5)
+    assert math.isclose(CodeLoss(trained.codes)(trained.model, batch, 0.0).item(), np.mean(surprise), rel_tol=1e-5)
 
 
 def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
@@ -274,7 +274,8 @@ def test_progress_runs_through_training_and_test() -> None:
 def test_ready_made_codes_are_used(tmp_path: Path) -> None:
     table = {str(item * 10): [item % 5, item // 5, 1] for item in range(NUM_ITEMS)}
     (tmp_path / "index.json").write_text(json.dumps(table))
-    found = train_generator(planted(), [], ONE, tmp_path / "index.json")
+    options = msgspec.structs.replace(ONE, given_tokens="codes")
+    found = train_generator(planted(), [], options, tmp_path / "index.json")
     assert found.codes.code_count == (5, 6, 2)
     assert found.model.config.vocab_size == 13
     assert found.codes.sids.tolist() == list(table.values())
