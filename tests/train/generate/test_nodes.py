@@ -130,7 +130,9 @@ def test_a_tree_without_branches_below_its_first_level_is_trained() -> None:
 
 
 def test_the_search_ranks_as_brute_force_among_siblings(trained: TrainedGenerator) -> None:
-    log, codes, model = trained.log, trained.codes, trained.model
+    """By a model that has learnt nothing, for which each measure has an order of its own."""
+    log, codes = trained.log, trained.codes
+    model = _new_model(log, codes, msgspec.structs.replace(TINY, code_length=1.0)).eval().requires_grad_(False)
     tokens = torch.from_numpy(codes.sids + np.array(Codebooks.stacked(codes.code_count).vocab_base))
     users = log.next_items()[:8]
     want = []
