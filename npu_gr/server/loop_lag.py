@@ -52,14 +52,15 @@ async def probe_loop_lag(
 
     def fire() -> None:
         nonlocal due_at, timer
-        late_s = latenesses(due_at, time.monotonic())
+        now_at = time.monotonic()
+        late_s = latenesses(due_at, now_at)
+        due_at = now_at + PERIOD_S  # from here on: a standstill within this function counts, too
         for each_s in late_s:
             observe(each_s)
         if late_s[0] > FREEZE_S:
             on_freeze()
             log.warning("the event loop stood still for %.2f s", late_s[0])
         every_period()
-        due_at = time.monotonic() + PERIOD_S
         timer = loop.call_later(PERIOD_S, fire)
 
     timer = loop.call_later(PERIOD_S, fire)

@@ -50,3 +50,16 @@ def test_a_planted_freeze_is_seen(
     assert max(seen) >= 2 * FREEZE_S - PERIOD_S
     assert sum(each > FREEZE_S for each in seen) >= FREEZE_S / PERIOD_S - 2
     assert "the event loop stood still for" in caplog.text
+
+
+def test_a_freeze_within_the_measurement_is_seen() -> None:
+    freezes: list[int] = []
+    stalls_s = iter([2 * FREEZE_S])
+
+    async def work() -> None:
+        # a process is stopped anywhere, also between two lines of the probe
+        async with probe_loop_lag(lambda _: None, lambda: freezes.append(1), lambda: time.sleep(next(stalls_s, 0.0))):
+            await asyncio.sleep(3 * FREEZE_S)
+
+    asyncio.run(work())
+    assert freezes == [1]

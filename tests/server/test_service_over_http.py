@@ -225,7 +225,7 @@ async def test_a_failed_device_makes_it_unready(tmp_path: Path, monkeypatch: pyt
         def lost(*_: object) -> None:
             raise RuntimeError("planted")
 
-        monkeypatch.setattr(service.versions.ranker().engine, "_segment", lost)
+        monkeypatch.setattr(service.versions.ranker().engine, "forward", lost)
         for _ in range(3):
             await post(client, "/v1/rank", 503, user_id="u", candidates=CANDIDATES, history=columns(events(3)))
         async with client.get("/readyz") as response:

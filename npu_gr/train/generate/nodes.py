@@ -128,7 +128,8 @@ class SiblingLoss:
             return cross_entropy(logits, wanted, reduction="sum")
         siblings = self._siblings[level][wanted]
         uncertain = siblings > 1
-        rows, wanted, siblings = rows[uncertain], wanted[uncertain], siblings[uncertain]
+        rows, wanted = rows[uncertain], wanted[uncertain]
+        siblings = siblings[uncertain]
         if not len(wanted):
             return rows.sum()
         places = torch.arange(int(siblings.max()))
