@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from npu_gr.router.picker import external_processor_pb2 as pb
 from npu_gr.router.picker import messages
 from npu_gr.router.picker.heads import pairs_of
 
-NAMES = (b"x-user-id", b":path", b"", b"k" * 130)
+NAMES = (b"x-user-id", b":path", b"", b"a", b"k" * 130, b"k" * 127 + b"\x1a")
 KEYS = st.sampled_from([*(name.decode() for name in NAMES), "x-user", "accept", "k" * 127, "k" * 128])
 VALUES = st.one_of(st.text(max_size=140), st.integers(120, 260).map(lambda size: "v" * size))
 PIECES = st.sampled_from(
@@ -40,6 +40,11 @@ def encoded(draw: st.DrawFn) -> bytes:
     return data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
 
 
+# What resembles the short form: another first field, another second one, a long name, a length in too many bytes.
+@example([b"\x12\x01a\x1a\x01b"])
+@example([b"\n\x01a\x22\x01b"])
+@example([pb.HeaderValue(key="k" * 127 + "\x1a", raw_value=b"v" * 25).SerializeToString()])
+@example([b"\n\x01a\x1a\x85\0vvvvv\x7a\x7d" + bytes(125)])
 @given(st.lists(encoded(), max_size=4))
 def test_headers_are_those_that_the_library_reads(given: list[bytes]) -> None:
     try:
