@@ -316,8 +316,8 @@ class Door:
         if lane.priority == Priority.SIGNAL and self._is_shared() and not self._earned.take(tenant, lane.pace.seconds):
             guest.refuse(Refusal.SHARE)
             return None
-        may_enter = not self._config.enabled or (self._has_room(lane, lanes) and not self._is_full(tenant))
-        if may_enter and (not self._config.enabled or self._nobody_before(lane)):
+        has_place = self._has_room(lane, lanes) and not self._is_full(tenant)
+        if not self._config.enabled or (has_place and self._nobody_before(lane)):
             ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
             self._let_in(ticket, lane)
             return ticket
@@ -336,7 +336,7 @@ class Door:
         if self._standing_since_at is None:
             self._standing_since_at = now_at
         self._tick_later()
-        if may_enter:
+        if has_place:
             self._serve_next()  # those who wait before it may all be full
         return ticket
 
