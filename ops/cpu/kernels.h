@@ -13,7 +13,7 @@
 #include "items_call.h"
 #include "order_call.h"
 
-#define NPU_GR_ABI 7  // raise it with every change of this table; `library.py` has the same number
+#define NPU_GR_ABI 8  // raise it with every change of this table; `library.py` has the same number
 
 extern "C" {
 
@@ -122,7 +122,7 @@ struct Kernels {
   void (*best_items)(const ItemsJob *job);
   int64_t (*item_products)(const ProductsJob *job);  // 0; -1: a row is none of the items'
 
-  int64_t (*order_bytes)(int64_t num_candidates);  // of workspace
+  int64_t (*order_bytes)(const OrderJob *job);  // of workspace
   void (*order_sums)(const OrderJob *job);
 };
 

@@ -1,7 +1,9 @@
 // order_sums: the fitted sum of a cascade's candidates. npu_gr/model/order.py defines it.
 //
 // The few candidates stand in a hash table of their rows; the successors and neighbours of the last events are looked
-// up in it one after the other. So the work does not grow with the catalogue, and nothing is sorted.
+// up in it, so the work does not grow with the catalogue, and nothing is sorted. Of tens of thousands of neighbours
+// some are candidates, in an order that no processor guesses: a list of those that may be is made without a branch, and
+// the next items' neighbours are fetched meanwhile.
 #ifndef NPU_GR_ORDER_H
 #define NPU_GR_ORDER_H
 
@@ -13,29 +15,79 @@
 namespace {
 namespace order {
 
-struct Space {                                     // C candidates
-  double *popular, *share, *next, *mixed, *alike;  // [C]
-  int64_t *first;                                  // [C] the first candidate of the same row
-  int32_t *slots;                                  // [num_slots] candidates by their rows, -1: none
-  int64_t num_slots;                               // a power of two
+constexpr int64_t kSparse = 16, kDense = 2;  // slots of a table, at least, for each row that it may hold
+constexpr int64_t kAhead = 2;                // items whose neighbours are being fetched
 
-  Space(void *at, int64_t count) : num_slots(16) {
-    while (num_slots < 2 * count) num_slots *= 2;
-    popular = static_cast<double *>(at);
-    share = popular + count;
-    next = share + count, mixed = next + count, alike = mixed + count;
-    first = reinterpret_cast<int64_t *>(alike + count);
-    slots = reinterpret_cast<int32_t *>(first + count);
+// Rows by their places in a list: a hash table.
+struct Places {
+  const int64_t *rows;  // the list
+  int32_t *slots;       // [1 << bits] places, -1: none
+  int bits;
+
+  static int bits_of(int64_t num_slots) {
+    int bits = 4;
+    while (int64_t{1} << bits < num_slots) ++bits;
+    return bits;
   }
-  int64_t bytes(int64_t count) const { return 48 * count + 4 * num_slots; }
+  static int64_t bytes(int64_t num_slots) { return int64_t{4} << bits_of(num_slots); }
+
+  Places(const int64_t *rows, int32_t *at, int64_t num_slots) : rows(rows), slots(at), bits(bits_of(num_slots)) {
+    memset(slots, -1, sizeof *slots << bits);
+  }
+
+  // Rows that follow one another are far apart, and rows of a small catalogue each have a slot of their own.
+  uint32_t home(int64_t row) const { return static_cast<uint32_t>(row) * 0x9e3779b9u >> (32 - bits); }
 
   // The slot of a row: where it stands, or where it may be put.
-  int32_t &slot(int64_t row, const int64_t *candidates) {
-    uint64_t at = static_cast<uint64_t>(row) * 0x9e3779b97f4a7c15u >> 32;
-    for (;; ++at) {
-      int32_t &here = slots[at & (num_slots - 1)];
-      if (here < 0 || candidates[here] == row) return here;
+  int32_t &slot(int64_t row) const {
+    for (uint32_t at = home(row);; ++at) {
+      int32_t &here = slots[at & ((1u << bits) - 1)];
+      if (here < 0 || rows[here] == row) return here;
     }
+  }
+
+  // Tell each of some other rows that is in the list: which it is, and its place.
+  template <typename Tell>
+  NPU_GR_INLINE void meet(const int32_t *others, int64_t count, int32_t *likely, const Tell &tell) const {
+    int64_t num_likely = 0;
+    for (int64_t n = 0; n < count; ++n) {
+      likely[num_likely] = static_cast<int32_t>(n);
+      num_likely += slots[home(others[n])] >= 0;
+    }
+    for (int64_t i = 0; i < num_likely; ++i) {
+      const int32_t row = others[likely[i]];
+      if (row < 0) continue;
+      const int32_t place = slot(row);
+      if (place >= 0) tell(likely[i], place);
+    }
+  }
+};
+
+struct Space {  // C candidates, N liked events
+  const int64_t num_candidates, num_liked, num_others;
+  double *popular, *share, *next, *mixed, *alike;  // [C]
+  int64_t *first;                                  // [C] the first candidate of the same row
+  int64_t *distinct;                               // [N] rows of the items among the liked events, each once
+  int32_t *likely;                                 // [of an item's successors or neighbours]
+  int32_t *candidate_slots, *distinct_slots;
+
+  Space(const OrderJob &job, void *at)
+      : num_candidates(job.num_candidates),
+        num_liked(job.num_liked),
+        num_others(job.tables->num_successors > job.tables->num_neighbours ? job.tables->num_successors
+                                                                           : job.tables->num_neighbours) {
+    popular = static_cast<double *>(at);
+    share = popular + num_candidates;
+    next = share + num_candidates, mixed = next + num_candidates, alike = mixed + num_candidates;
+    first = reinterpret_cast<int64_t *>(alike + num_candidates);
+    distinct = first + num_candidates;
+    likely = reinterpret_cast<int32_t *>(distinct + num_liked);
+    candidate_slots = likely + num_others;
+    distinct_slots = candidate_slots + Places::bytes(kSparse * num_candidates) / 4;
+  }
+  int64_t bytes() const {
+    return 48 * num_candidates + 8 * num_liked + 4 * num_others + Places::bytes(kSparse * num_candidates) +
+           Places::bytes(kDense * num_liked);
   }
 };
 
@@ -44,10 +96,10 @@ int64_t known(const OrderTables &of, int64_t row) {
   return static_cast<uint64_t>(row) < static_cast<uint64_t>(of.num_items) ? row : of.num_items;
 }
 
-int64_t order_bytes(int64_t num_candidates) { return Space(nullptr, num_candidates).bytes(num_candidates); }
+int64_t order_bytes(const OrderJob *job) { return Space(*job, nullptr).bytes(); }
 
 // log of the shares, into `popular`, and of the mixed probabilities, into `mixed`
-void mix(const OrderJob &job, Space &to) {
+void mix(const OrderJob &job, const Places &places, Space &to) {
   const OrderTables &of = *job.tables;
   const int64_t count = job.num_candidates;
   for (int64_t c = 0; c < count; ++c) to.popular[c] = of.shares[known(of, job.candidates[c])];
@@ -64,35 +116,50 @@ void mix(const OrderJob &job, Space &to) {
     const double rest = of.rest[item], part = weight / total;
     for (int64_t c = 0; c < count; ++c) to.next[c] = rest * to.share[c];
     const int64_t first = item * of.num_successors;
-    for (int64_t s = 0; item < of.num_items && s < of.num_successors; ++s) {
-      const int32_t row = of.successors[first + s];
-      if (row < 0) continue;
-      const int32_t found = to.slot(row, job.candidates);
-      if (found >= 0) to.next[found] = exp(static_cast<double>(of.log_prob[first + s]));
-    }
+    if (item < of.num_items)
+      places.meet(of.successors + first, of.num_successors, to.likely, [&](int32_t s, int32_t place) {
+        to.next[place] = exp(static_cast<double>(of.log_prob[first + s]));
+      });
     for (int64_t c = 0; c < count; ++c) to.mixed[c] += part * to.next[to.first[c]];
   }
   for (int64_t c = 0; c < count; ++c) to.mixed[c] = log(to.mixed[c]);
 }
 
-// log(1 + scale * mean similarity), into `alike`
-void compare(const OrderJob &job, Space &to) {
-  const OrderTables &of = *job.tables;
-  for (int64_t c = 0; c < job.num_candidates; ++c) to.alike[c] = to.next[c] = 0;
+// The known items of the liked events, each once, into `distinct`; how many
+int64_t separate(const OrderJob &job, Space &to) {
+  const Places found(to.distinct, to.distinct_slots, kDense * job.num_liked);
   const int64_t *liked = job.recent + job.num_recent - job.num_liked;
   int64_t num_distinct = 0;
   for (int64_t n = 0; n < job.num_liked; ++n) {
-    const int64_t item = known(of, liked[n]), first = item * of.num_neighbours;
-    bool is_counted = item < of.num_items;
-    for (int64_t before = 0; before < n; ++before) is_counted &= liked[before] != liked[n];
-    if (!is_counted) continue;
-    ++num_distinct;
-    for (int64_t k = 0; k < of.num_neighbours; ++k) {
-      const int32_t row = of.neighbours[first + k];
-      if (row < 0) continue;
-      const int32_t found = to.slot(row, job.candidates);
-      if (found >= 0) to.next[found] += of.similarity[first + k];
+    if (known(*job.tables, liked[n]) == job.tables->num_items) continue;
+    int32_t &slot = found.slot(liked[n]);
+    if (slot >= 0) continue;
+    slot = static_cast<int32_t>(num_distinct);
+    to.distinct[num_distinct++] = liked[n];
+  }
+  return num_distinct;
+}
+
+// Have a row of a table read into the caches.
+template <typename T>
+void fetch(const T *row, int64_t count) {
+  const char *at = reinterpret_cast<const char *>(row);
+  for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(at + byte);
+}
+
+// log(1 + scale * mean similarity), into `alike`
+void compare(const OrderJob &job, const Places &places, Space &to) {
+  const OrderTables &of = *job.tables;
+  const int64_t width = of.num_neighbours, num_distinct = separate(job, to);
+  for (int64_t c = 0; c < job.num_candidates; ++c) to.alike[c] = to.next[c] = 0;
+  for (int64_t n = 0; n < num_distinct; ++n) {
+    if (n + kAhead < num_distinct) {
+      const int64_t later = to.distinct[n + kAhead] * width;
+      fetch(of.neighbours + later, width), fetch(of.similarity + later, width);
     }
+    const int64_t first = to.distinct[n] * width;
+    places.meet(of.neighbours + first, width, to.likely,
+                [&](int32_t k, int32_t place) { to.next[place] += of.similarity[first + k]; });
   }
   for (int64_t c = 0; c < job.num_candidates; ++c) {
     const double sum = to.next[to.first[c]];
@@ -114,15 +181,15 @@ void neutralise(const OrderJob &job, double *term) {
 void order_sums(const OrderJob *at) {
   const OrderJob &job = *at;
   const OrderTables &of = *job.tables;
-  Space space(job.workspace, job.num_candidates);
-  memset(space.slots, -1, space.num_slots * sizeof *space.slots);
+  Space space(job, job.workspace);
+  const Places places(job.candidates, space.candidate_slots, kSparse * job.num_candidates);
   for (int64_t c = 0; c < job.num_candidates; ++c) {
-    int32_t &slot = space.slot(job.candidates[c], job.candidates);
+    int32_t &slot = places.slot(job.candidates[c]);
     if (slot < 0) slot = static_cast<int32_t>(c);
     space.first[c] = slot;
   }
-  mix(job, space);
-  compare(job, space);
+  mix(job, places, space);
+  compare(job, places, space);
   neutralise(job, space.mixed);
   neutralise(job, space.alike);
   neutralise(job, space.popular);

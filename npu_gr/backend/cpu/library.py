@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-ABI = 7  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 8  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
@@ -129,7 +129,7 @@ class Table(ctypes.Structure):
         ("best_items_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("best_items", CFUNCTYPE(None, c_void_p)),
         ("item_products", CFUNCTYPE(c_int64, c_void_p)),
-        ("order_bytes", CFUNCTYPE(c_int64, c_int64)),
+        ("order_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("order_sums", CFUNCTYPE(None, c_void_p)),
     ]
 

@@ -68,11 +68,12 @@ class NativeOrder:
         given = [None if one is None else _of_length(one, count) for one in call[4:]]
         terms = [0 if one is None else address(one) for one in given]
         sums = np.empty(count, np.float32)
-        workspace = np.empty(self._kernels.order_bytes(count), np.uint8)
         job = _Job(
             self._tables, at, at + 8 * num_recent, *terms,
-            num_recent, count, call.num_followed, call.num_liked, address(workspace), address(sums),
+            num_recent, count, call.num_followed, call.num_liked, None, address(sums),
         )  # fmt: skip
+        workspace = np.empty(self._kernels.order_bytes(byref(job)), np.uint8)
+        job.workspace = address(workspace)
         self._kernels.order_sums(byref(job))
         return sums
 

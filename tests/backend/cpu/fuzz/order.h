@@ -66,8 +66,8 @@ void order_sums() {
   const Memory recent_at = held(recent), candidates_at = held(candidates);
   const auto given = Matrix<float>::contiguous(3, count);
   const bool is_there = below(4);
-  const Memory workspace(kernels.order_bytes(count)), sums(count * 4);
-  const OrderJob job = {&tables,
+  const Memory sums(count * 4);
+  OrderJob job = {&tables,
                         static_cast<int64_t *>(recent_at.at()),
                         static_cast<int64_t *>(candidates_at.at()),
                         is_there ? &given.at(0, 0) : nullptr,
@@ -77,8 +77,10 @@ void order_sums() {
                         count,
                         num_followed,
                         num_liked,
-                        workspace.at(),
+                        nullptr,
                         static_cast<float *>(sums.at())};
+  const Memory workspace(kernels.order_bytes(&job));
+  job.workspace = workspace.at();
   kernels.order_sums(&job);
 
   const auto known = [&](int64_t row) { return row >= 0 && row < items ? row : items; };
