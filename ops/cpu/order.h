@@ -3,7 +3,8 @@
 // The few candidates stand in a hash table of their rows; the successors and neighbours of the last events are looked
 // up in it, so the work does not grow with the catalogue, and nothing is sorted. Of tens of thousands of neighbours
 // some are candidates, in an order that no processor guesses: a list of those that may be is made without a branch, and
-// the next items' neighbours are fetched meanwhile.
+// the next items' neighbours are fetched meanwhile. Where they outnumber the catalogue, sums of all items take half as
+// long as finding the candidates among them.
 #ifndef NPU_GR_ORDER_H
 #define NPU_GR_ORDER_H
 
@@ -63,11 +64,12 @@ struct Places {
   }
 };
 
-struct Space {  // C candidates, N liked events
-  const int64_t num_candidates, num_liked, num_others;
+struct Space {  // I items, C candidates, N liked events
+  const int64_t num_candidates, num_liked, num_others, num_sums;
   double *popular, *share, *next, *mixed, *alike;  // [C]
   int64_t *first;                                  // [C] the first candidate of the same row
   int64_t *distinct;                               // [N] rows of the items among the liked events, each once
+  double *sums;                                    // [1 + I] of similarities, the first of padding; or [0]
   int32_t *likely;                                 // [of an item's successors or neighbours]
   int32_t *candidate_slots, *distinct_slots;
 
@@ -75,19 +77,21 @@ struct Space {  // C candidates, N liked events
       : num_candidates(job.num_candidates),
         num_liked(job.num_liked),
         num_others(job.tables->num_successors > job.tables->num_neighbours ? job.tables->num_successors
-                                                                           : job.tables->num_neighbours) {
+                                                                           : job.tables->num_neighbours),
+        num_sums(job.tables->num_items <= job.num_liked * job.tables->num_neighbours ? 1 + job.tables->num_items : 0) {
     popular = static_cast<double *>(at);
     share = popular + num_candidates;
     next = share + num_candidates, mixed = next + num_candidates, alike = mixed + num_candidates;
     first = reinterpret_cast<int64_t *>(alike + num_candidates);
     distinct = first + num_candidates;
-    likely = reinterpret_cast<int32_t *>(distinct + num_liked);
+    sums = reinterpret_cast<double *>(distinct + num_liked);
+    likely = reinterpret_cast<int32_t *>(sums + num_sums);
     candidate_slots = likely + num_others;
     distinct_slots = candidate_slots + Places::bytes(kSparse * num_candidates) / 4;
   }
   int64_t bytes() const {
-    return 48 * num_candidates + 8 * num_liked + 4 * num_others + Places::bytes(kSparse * num_candidates) +
-           Places::bytes(kDense * num_liked);
+    return 48 * num_candidates + 8 * (num_liked + num_sums) + 4 * num_others +
+           Places::bytes(kSparse * num_candidates) + Places::bytes(kDense * num_liked);
   }
 };
 
@@ -152,17 +156,23 @@ void compare(const OrderJob &job, const Places &places, Space &to) {
   const OrderTables &of = *job.tables;
   const int64_t width = of.num_neighbours, num_distinct = separate(job, to);
   for (int64_t c = 0; c < job.num_candidates; ++c) to.alike[c] = to.next[c] = 0;
+  memset(to.sums, 0, to.num_sums * sizeof *to.sums);
   for (int64_t n = 0; n < num_distinct; ++n) {
     if (n + kAhead < num_distinct) {
       const int64_t later = to.distinct[n + kAhead] * width;
       fetch(of.neighbours + later, width), fetch(of.similarity + later, width);
     }
-    const int64_t first = to.distinct[n] * width;
-    places.meet(of.neighbours + first, width, to.likely,
-                [&](int32_t k, int32_t place) { to.next[place] += of.similarity[first + k]; });
+    const int32_t *neighbours = of.neighbours + to.distinct[n] * width;
+    const float *similarity = of.similarity + to.distinct[n] * width;
+    if (to.num_sums)
+      for (int64_t k = 0; k < width; ++k) to.sums[1 + neighbours[k]] += similarity[k];
+    else
+      places.meet(neighbours, width, to.likely, [&](int32_t k, int32_t place) { to.next[place] += similarity[k]; });
   }
   for (int64_t c = 0; c < job.num_candidates; ++c) {
-    const double sum = to.next[to.first[c]];
+    const int64_t row = known(of, job.candidates[c]);
+    if (row == of.num_items) continue;
+    const double sum = to.num_sums ? to.sums[1 + row] : to.next[to.first[c]];
     if (sum > 0) to.alike[c] = log1p(of.scale * (sum / static_cast<double>(num_distinct)));
   }
 }

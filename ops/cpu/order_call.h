@@ -6,7 +6,7 @@
 
 extern "C" {
 
-// I = items, S = successors kept of an item, K = neighbours. A row of -1 is padding.
+// I = items, S = successors kept of an item, K = neighbours. A row of -1 is padding; all others are below I.
 struct OrderTables {
   const int32_t *successors;   // [I, S]
   const float *log_prob;       // [I, S]
