@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from npu_gr.backend.calls import OrderCall
+from npu_gr.backend.calls import OrderCall, OrderTables
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.cpu.order import NativeOrder
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.neighbours import Neighbours
-from npu_gr.model.order import WEIGHTS, Order
+from npu_gr.model.order import DECAY, SCALE, WEIGHTS, Order
 from npu_gr.model.order_sum import OrderSum
 from tests.models import tiny_order
 
@@ -84,6 +84,45 @@ def test_a_sum_depends_on_no_other_known_candidate(isa: str) -> None:
     every = one(history, rows, None, click, None)
     for part in (slice(5), slice(3, 250), slice(250, 251)):
         assert one(history, rows[part], None, click[part], None).tobytes() == every[part].tobytes()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_size_of_the_catalogue_changes_no_sum(isa: str) -> None:
+    """Few items have a sum each; among many the candidates are looked up. To the last bit it is the same."""
+    random = np.random.default_rng(7)
+    num_items, num_others, num_liked = 700, 80_000, 500
+    similar, successors = table(random, num_items, 100), table(random, num_items, 100)
+    similarity = np.where(similar >= 0, random.uniform(0.01, 2, similar.shape), 0).astype(np.float32)
+    log_prob = np.where(successors >= 0, -random.uniform(3, 9, successors.shape), -np.inf).astype(np.float32)
+    rest, shares = random.uniform(0.1, 1, num_items).astype(np.float32), -random.uniform(3, 9, num_items)
+    recent = random.integers(0, num_items, num_liked)
+    candidates = random.integers(0, num_items, 200)  # some are there twice
+    kernels = []
+    for more in (0, num_others):  # whom nobody knows
+        padding = np.full((more, 100), -1, np.int32)
+        of_others = np.zeros((more, 100), np.float32)
+        tables = OrderTables(
+            np.concatenate([successors, padding]),
+            np.concatenate([log_prob, of_others - np.inf]),
+            np.concatenate([rest, np.ones(more + 1)]).astype(np.float32),
+            np.concatenate([shares, np.zeros(more + 1)]).astype(np.float32),
+            np.concatenate([similar, padding]),
+            np.concatenate([similarity, of_others]),
+            DECAY,
+            SCALE,
+            (1.0,) * len(WEIGHTS),
+        )
+        kernel = CPUBackend(isa=isa).order_sums(tables)
+        assert kernel is not None
+        kernels.append(kernel)
+    assert num_liked * 100 < num_others
+    every = OrderCall(recent, 5, num_liked, candidates, None, None, None)
+    few, many = [kernel(every) for kernel in kernels]
+    assert few.tobytes() == many.tobytes()
+    means = Neighbours(similar, similarity, num_liked).means(recent, candidates)
+    assert np.count_nonzero(means) > 150
+    only = few - kernels[0](every._replace(num_liked=0))
+    np.testing.assert_allclose(only, np.log1p(SCALE * means), rtol=0, atol=4e-6 * 20)
 
 
 @pytest.mark.parametrize("backend", [None, ReferenceBackend(), CPUBackend()], ids=["numpy", "reference", "cpu"])
