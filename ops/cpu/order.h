@@ -90,8 +90,8 @@ struct Space {  // I items, C candidates, N liked events
     distinct_slots = candidate_slots + Places::bytes(kSparse * num_candidates) / 4;
   }
   int64_t bytes() const {
-    return 48 * num_candidates + 8 * (num_liked + num_sums) + 4 * num_others +
-           Places::bytes(kSparse * num_candidates) + Places::bytes(kDense * num_liked);
+    return 48 * num_candidates + 8 * (num_liked + num_sums) + 4 * num_others + Places::bytes(kSparse * num_candidates) +
+           Places::bytes(kDense * num_liked);
   }
 };
 
@@ -121,9 +121,8 @@ void mix(const OrderJob &job, const Places &places, Space &to) {
     for (int64_t c = 0; c < count; ++c) to.next[c] = rest * to.share[c];
     const int64_t first = item * of.num_successors;
     if (item < of.num_items)
-      places.meet(of.successors + first, of.num_successors, to.likely, [&](int32_t s, int32_t place) {
-        to.next[place] = exp(static_cast<double>(of.log_prob[first + s]));
-      });
+      places.meet(of.successors + first, of.num_successors, to.likely,
+                  [&](int32_t s, int32_t place) { to.next[place] = exp(static_cast<double>(of.log_prob[first + s])); });
     for (int64_t c = 0; c < count; ++c) to.mixed[c] += part * to.next[to.first[c]];
   }
   for (int64_t c = 0; c < count; ++c) to.mixed[c] = log(to.mixed[c]);

@@ -122,7 +122,7 @@ def test_the_size_of_the_catalogue_changes_no_sum(isa: str) -> None:
     means = Neighbours(similar, similarity, num_liked).means(recent, candidates)
     assert np.count_nonzero(means) > 150
     only = few - kernels[0](every._replace(num_liked=0))
-    np.testing.assert_allclose(only, np.log1p(SCALE * means), rtol=0, atol=4e-6 * 20)
+    np.testing.assert_allclose(only, np.log1p(SCALE * means), rtol=0, atol=ULPS * 20)
 
 
 @pytest.mark.parametrize("backend", [None, ReferenceBackend(), CPUBackend()], ids=["numpy", "reference", "cpu"])

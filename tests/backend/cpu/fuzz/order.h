@@ -68,17 +68,17 @@ void order_sums() {
   const bool is_there = below(4);
   const Memory sums(count * 4);
   OrderJob job = {&tables,
-                        static_cast<int64_t *>(recent_at.at()),
-                        static_cast<int64_t *>(candidates_at.at()),
-                        is_there ? &given.at(0, 0) : nullptr,
-                        &given.at(1, 0),
-                        is_there ? &given.at(2, 0) : nullptr,
-                        num_recent,
-                        count,
-                        num_followed,
-                        num_liked,
-                        nullptr,
-                        static_cast<float *>(sums.at())};
+                  static_cast<int64_t *>(recent_at.at()),
+                  static_cast<int64_t *>(candidates_at.at()),
+                  is_there ? &given.at(0, 0) : nullptr,
+                  &given.at(1, 0),
+                  is_there ? &given.at(2, 0) : nullptr,
+                  num_recent,
+                  count,
+                  num_followed,
+                  num_liked,
+                  nullptr,
+                  static_cast<float *>(sums.at())};
   const Memory workspace(kernels.order_bytes(&job));
   job.workspace = workspace.at();
   kernels.order_sums(&job);
