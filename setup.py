@@ -5,6 +5,7 @@ The kernels need nothing but a C++ compiler; without one they are left out, and 
 
 import re
 import shutil
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from setuptools.command.build_py import build_py
 # -ffp-contract=fast and not -ffast-math: a logit of -inf means something
 FLAGS = Path("ops/cpu/flags.txt").read_text().split()
 COPIES = Path("npu_gr/_data")  # where `npu_gr.core.shipped` looks
-SHIPPED = ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu")
+SHIPPED = ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu", "ops/door")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "preview", "mutate.py", "*.so")
 
 kernels = Extension(
@@ -23,6 +24,17 @@ kernels = Extension(
     depends=sorted(glob("ops/cpu/*.h")),
     extra_compile_args=FLAGS,
     extra_link_args=["-static-libgcc", "-static-libstdc++"],
+    language="c++",
+    optional=True,
+    py_limited_api=True,
+)
+
+shedder = Extension(
+    "npu_gr.server.entrance._shed",  # loaded by ctypes, as above; Linux only
+    sources=sorted(glob("ops/door/*.cpp")),
+    depends=sorted(glob("ops/door/*.h")),
+    extra_compile_args=FLAGS,
+    extra_link_args=["-pthread", "-static-libgcc", "-static-libstdc++"],
     language="c++",
     optional=True,
     py_limited_api=True,
@@ -54,7 +66,7 @@ def description() -> str:
 
 
 setup(
-    ext_modules=[kernels],
+    ext_modules=[kernels, *([shedder] if sys.platform == "linux" else [])],
     cmdclass={"build_py": WithCopies},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     long_description=description(),

@@ -340,6 +340,24 @@ class Door:
             self._serve_next()  # those who wait before it may all be full
         return ticket
 
+    def room(self, kind: str, tenant: str, budget_s: float) -> int:
+        """How many requests that came now would not be refused at once.
+
+        Args:
+            kind, tenant, budget_s: as for `arrive`.
+        """
+        lane = self._lanes[kind]
+        turns, lanes = self._classes[lane.priority]
+        if not self._config.enabled:
+            return self._config.max_inflight
+        now_at = self._clock()
+        has_s = min(lane.objective_s, budget_s)
+        stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
+        rest_s = (AIM_STANDING if stands else AIM_BURST) * has_s - self._ahead_s(lane, turns, tenant, now_at + has_s)
+        if rest_s >= lane.pace.seconds:
+            return int(rest_s / lane.pace.seconds)
+        return int(self._has_room(lane, lanes) and not self._is_full(tenant) and self._nobody_before(lane))
+
     def is_late(self, kind: str, arrived_at: float, budget_s: float) -> bool:
         """Whether a request could not be answered in time even if nothing else were to do.
 

@@ -1,4 +1,4 @@
-"""Build the native kernels of the CPU or of an Ascend NPU from the sources that ship: `npu-gr build-ops`."""
+"""Build native code from the sources that ship: kernels of the CPU or of an Ascend NPU, and the door: `build-ops`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from npu_gr.backend.npu import ops as npu_ops
 from npu_gr.backend.npu import versions as npu_versions
 from npu_gr.core import shipped
 from npu_gr.core.errors import ConfigError
+from npu_gr.server.entrance import shed_library
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -32,18 +33,25 @@ def build_cpu(out: Path | None = None) -> Path:
     Raises:
         ConfigError: there is no compiler, or it refuses; the message has its words.
     """
+    return _compile("ops/cpu", (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name)
+
+
+def build_door(out: Path | None = None) -> Path:
+    """Compile the shedder of the door, on Linux; arguments, result and errors as of `build_cpu`."""
+    return _compile("ops/door", (out or shed_library.LIBRARY.parent) / shed_library.LIBRARY.name)
+
+
+def _compile(room: str, target: Path) -> Path:
     compiler = shlex.split(os.environ.get("CXX", "")) or [found for found in map(shutil.which, COMPILERS) if found][:1]
     if not compiler:
         raise ConfigError("no C++ compiler: CXX is not set, and none of c++, g++, clang++ is in PATH")
-    sources = shipped.path("ops/cpu")
-    target = (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name
-    flags = (sources / "flags.txt").read_text().split()
-    files = sorted(str(path) for path in sources.glob("*.cpp"))
+    flags = (shipped.path("ops/cpu") / "flags.txt").read_text().split()
+    files = sorted(str(path) for path in shipped.path(room).glob("*.cpp"))
     made = target.with_suffix(".tmp")
     _make_folder(target.parent)
-    command = [*compiler, *flags, "-shared", "-fPIC", "-static-libgcc", "-static-libstdc++", *files, "-o", str(made)]
+    linked = ["-shared", "-fPIC", "-pthread", "-static-libgcc", "-static-libstdc++"]
     try:
-        _run(command, "the compiler")
+        _run([*compiler, *flags, *linked, *files, "-o", str(made)], "the compiler")
         made.replace(target)  # a library that a process has loaded stays whole
     finally:
         made.unlink(missing_ok=True)

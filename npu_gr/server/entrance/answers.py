@@ -26,15 +26,14 @@ def _answer(status: HTTPStatus, title: str, detail: str, *headers: str) -> bytes
 
 
 _CLOSE = "Connection: close"
-_OVERLOADED = {
-    reason: cycle(
-        [
-            _answer(HTTPStatus.TOO_MANY_REQUESTS, Overloaded.title, detail, "Retry-After: 1", f"{RETRY_AFTER_MS}: {ms}")
-            for ms in RETRY_MS
-        ]
-    )
+_ALL_OVERLOADED = {
+    reason: [
+        _answer(HTTPStatus.TOO_MANY_REQUESTS, Overloaded.title, detail, "Retry-After: 1", f"{RETRY_AFTER_MS}: {ms}")
+        for ms in RETRY_MS
+    ]
     for reason, detail in WHY.items()
 }
+_OVERLOADED = {reason: cycle(texts) for reason, texts in _ALL_OVERLOADED.items()}
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 UNAUTHORIZED = _answer(
     HTTPStatus.UNAUTHORIZED,
@@ -95,3 +94,8 @@ def over_rate(detail: str) -> bytes:
 def overloaded(reason: Refusal) -> bytes:
     """Refuse a request for load, for one of the reasons of the door; each time with another instant to come again."""
     return next(_OVERLOADED[reason])
+
+
+def all_overloaded(reason: Refusal) -> list[bytes]:
+    """List the answers that `overloaded` gives in turn."""
+    return _ALL_OVERLOADED[reason]

@@ -54,6 +54,7 @@ class Connection(web.RequestHandler):
         "_held",
         "_idle",
         "_is_paused",
+        "_is_shed",
         "_kernel",
         "_kind",
         "_read_at",
@@ -67,6 +68,7 @@ class Connection(web.RequestHandler):
         "_wire",
         "began_at",
         "has_s",
+        "is_lent",
         "is_trusted",
         "key",
         "listener",
@@ -103,6 +105,8 @@ class Connection(web.RequestHandler):
         self._is_paused = False
         self._was_paused = False  # before the request that comes now
         self._came_in_pieces = False  # the request did
+        self.is_lent = False  # to the shedder, which reads in our place
+        self._is_shed = False  # its caller was refused while the door was full; to be lent when nothing is here
         self._unread: bytes | bytearray = b""
         self._searched_bytes = 0  # of a head that is not whole yet, in vain
         self._head: Head | None = None
@@ -142,11 +146,15 @@ class Connection(web.RequestHandler):
         bound_read_ahead(transport)
         self.began_at = time.monotonic()
         self._wire = cast("asyncio.Transport", transport)
-        self._kernel = KernelSocket(transport.get_extra_info("socket"))
+        is_tls = transport.get_extra_info("sslcontext") is not None
+        self._kernel = KernelSocket(transport.get_extra_info("socket"), is_tls=is_tls)
         self._entrance.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._entrance.closed(self)
+        if self.is_lent and self._entrance.shedder is not None:
+            self.is_lent = False
+            self._entrance.shedder.forget(self, self.descriptor)
         if self._ticket is not None:
             assert self._kind is not None
             self._entrance.door.cancel(self._ticket)
@@ -161,8 +169,14 @@ class Connection(web.RequestHandler):
         self._kernel.detach()
         super().connection_lost(exc)
 
+    def _withdraw(self) -> None:
+        """Before it is closed: the shedder reads it no more."""
+        if self.is_lent and self._entrance.shedder is not None:
+            self._entrance.shedder.withdraw(self)
+
     def close(self) -> None:
         """Close the connection when the request that is here has been answered."""
+        self._withdraw()
         if self.state is State.IDLE:
             super().close()
         elif self._held is not None:
@@ -173,6 +187,7 @@ class Connection(web.RequestHandler):
 
     async def shutdown(self, timeout: float | None = 15.0) -> None:  # noqa: ASYNC109  (aiohttp's signature)
         """Let the request that is here be answered first, if that takes no longer than `timeout` seconds."""
+        self._withdraw()
         if self.state is not State.IDLE:
             self._close_when_idle = True
             self._idle = self._loop.create_future()
@@ -194,14 +209,56 @@ class Connection(web.RequestHandler):
         self._resume_transport_reading()
         self._advance()
 
+    @property
+    def descriptor(self) -> int:
+        """Of its socket."""
+        return self._kernel.descriptor
+
+    def can_be_lent(self) -> bool:
+        """Whether nothing of a request is here, and all that was written has left."""
+        if self.state is not State.IDLE or self._unread or self._is_paused or self._close_when_idle:
+            return False
+        wire = self.transport
+        return wire is not None and not self._force_close and not wire.is_closing() and not wire.get_write_buffer_size()
+
+    def lend(self) -> int:
+        """Read no more, for the shedder; returns the descriptor."""
+        self.is_lent = True
+        self._pause_transport_reading()
+        return self.descriptor
+
+    def read(self, data: bytes) -> None:
+        """Take what the shedder has read; it reads no more until that is answered."""
+        self.data_received(data)
+        if self.is_lent and self.state in (State.RECEIVING, State.HELD) and self._entrance.shedder is not None:
+            self._entrance.shedder.give_back(self)  # the rest comes in pieces
+
+    def take_back(self, unsent: bytes = b"", was_abandoned: Kind[Any, Any] | None = None) -> None:
+        """Read again, after the shedder; `Lendable` has the arguments."""
+        self.is_lent = False
+        if was_abandoned is not None:
+            self._entrance.abandoned(was_abandoned, self._kernel.received_ago_s())
+            self.force_close()
+            return
+        if self.transport is not None and unsent:
+            self.transport.write(unsent)
+        if not self._is_paused and self.state is not State.HELD:
+            self._resume_transport_reading()  # which also sees that its caller has closed
+
+    def _resume_transport_reading(self) -> None:
+        if not self.is_lent:  # else it is aiohttp that wants more, and the shedder reads
+            super()._resume_transport_reading()
+
     def force_close(self) -> None:
         """Close as soon as what was written has left."""
+        self._withdraw()
         if self._closed_at is None:
             self._closed_at = time.monotonic()
         super().force_close()
 
     def abort(self) -> None:
         """Close at once, whatever has not left."""
+        self._withdraw()
         if self._wire is not None:
             self._wire.abort()
         elif self._abort_handshake is not None:
@@ -228,6 +285,8 @@ class Connection(web.RequestHandler):
         if self._closed_at is not None:  # but its last bytes wait for a caller who does not read
             return self._closed_at + config.write_timeout_s, None
         if self.state is State.IDLE:
+            if self.is_lent and self._entrance.shedder is not None:
+                self.began_at = max(self.began_at, self._entrance.shedder.answered_at(self.descriptor))
             since_s = config.idle_timeout_s if self.served else config.header_timeout_s
             if self.served and self._is_unsent():
                 since_s = min(since_s, config.write_timeout_s)
@@ -429,9 +488,21 @@ class Connection(web.RequestHandler):
         tenant = None if self.key is None else self.key.tenant
         if tenant is None:
             tenant = tenant_of(request, head.num_bytes)
+        key = self.key
         ticket = self._entrance.door.arrive(kind.name, tenant, self.whole_at, self.has_s, self)
         if self.state is State.WAITING:
             self._ticket = ticket
+        elif ticket is None and self._may_be_shed(kind, key):
+            self._entrance.learn(request, kind, tenant, self.has_s)
+            if not self._is_shed:
+                self._is_shed = self._entrance.shed(self)
+
+    def _may_be_shed(self, kind: Kind[Any, Any], key: Key | None) -> bool:
+        """Whether requests like one that was refused at once may be refused without asking again."""
+        # the door refuses a signal for its tenant's sake, too; and a request spends of its key's rate
+        return (
+            self._kernel.is_clear and kind.priority is not Priority.SIGNAL and (key is None or key.rate_per_s is None)
+        )
 
     def _is_within_rate(self, key: Key) -> bool:
         """Spend the rate of the request's key; answer 429 where it is spent, and go on with the next request."""
@@ -475,7 +546,7 @@ class Connection(web.RequestHandler):
         was_waiting = self._ticket is not None
         self._ticket = None
         self._request = b""
-        if not self.is_trusted:
+        if not self.is_trusted and (self._unread or not self._is_shed):  # else the shedder paces it
             self._entrance.pacer.refused(self, self.began_at)
         self._refuse(reason, at_once=not was_waiting)
         if was_waiting and self._unread:
@@ -571,5 +642,7 @@ class Connection(web.RequestHandler):
             self._loop.call_soon(self.force_close)  # aiohttp's `close` leaves a connection open that it has not served
         elif self._unread and not self._is_paused:
             self._resume_transport_reading()
+        if self._is_shed:
+            self._is_shed = self._entrance.shed(self)
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)

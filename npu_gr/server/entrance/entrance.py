@@ -25,10 +25,11 @@ from npu_gr.metrics.registry.door import Ended
 from npu_gr.metrics.registry.requests import ABANDONED
 from npu_gr.metrics.slo import is_promised
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.entrance import answers
+from npu_gr.server.entrance import answers, shed_library
 from npu_gr.server.entrance.listener import Listener, State, Visitor, listeners
 from npu_gr.server.entrance.pacing import Pacer
 from npu_gr.server.entrance.refusals import Refusals
+from npu_gr.server.entrance.shedding import Lendable, Shedder
 from npu_gr.server.entrance.straight import Answer
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,9 @@ class Entrance:
         # of callers over the rate of their key: no free place ends their pause
         self.rate_pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: 0)
         self.refusals = Refusals(loop)
+        self.shedder: Shedder | None = None  # made when a request was refused
+        self._loop = loop
+        self._shed_library = shed_library.load()
         self.wrong_keys = Throttle()
         self.listeners = listeners(config)
         public = self.listeners[0]
@@ -86,7 +90,7 @@ class Entrance:
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
         self._uncounted: Counter[tuple[str, bool, Refusal]] = Counter()  # refusals that the metrics lack; is promised
         self._refused: dict[str, int] = {}  # by kind, since the last line of the log
-        door.on_room = self.pacer.release
+        door.on_room = self._release
         metrics.door.observe(
             door,
             {state.value: partial(self.count, state) for state in State},
@@ -117,7 +121,7 @@ class Entrance:
     @property
     def num_paused(self) -> int:
         """Connections that are not read for a moment."""
-        return len(self.pacer) + len(self.rate_pacer)
+        return len(self.pacer) + len(self.rate_pacer) + (0 if self.shedder is None else self.shedder.num_retrying)
 
     @property
     def receiving_bytes(self) -> int:
@@ -164,16 +168,17 @@ class Entrance:
 
     # ---- requests
 
-    def refused(self, kind: Kind[Any, Any], has_s: float, reason: Refusal) -> None:
-        """Count a refusal at the door; the metrics have it before the next scrape.
+    def refused(self, kind: Kind[Any, Any], has_s: float, reason: Refusal, num: int = 1) -> None:
+        """Count refusals at the door; the metrics have them before the next scrape.
 
         Args:
-            kind: of the request.
-            has_s: what its caller granted, from its last byte on.
+            kind: of the requests.
+            has_s: what their callers granted, from the last byte on.
             reason: the door's.
+            num: of them.
         """
         promised = is_promised(has_s, self._metrics.requests.objectives[kind.name].threshold_s)
-        self._uncounted[kind.name, promised, reason] += 1
+        self._uncounted[kind.name, promised, reason] += num
 
     def _count_refusals(self) -> None:
         for (kind, promised, reason), num in self._uncounted.items():
@@ -202,6 +207,40 @@ class Entrance:
         self._metrics.door.ended(Ended.SLOW)
         self.broken(408)
         connection.end(answer)
+
+    # ---- connections that are lent
+
+    def learn(self, request: bytes | bytearray, kind: Kind[Any, Any], tenant: str, has_s: float) -> None:
+        """Refuse requests like one that the door has refused at once, as long as it would.
+
+        Args:
+            request: its bytes.
+            kind, tenant, has_s: that the door decided by.
+        """
+        if self._shed_library is None:
+            return
+        if self.shedder is None:
+            self.shedder = Shedder(self._shed_library, self._loop, self.door.room, self.refused)
+        self.shedder.learn(request, kind, tenant, has_s)
+
+    def shed(self, connection: Lendable) -> bool:
+        """Lend a connection whose caller was refused, as soon as nothing is here; False: nobody is refused any more."""
+        if self.shedder is None or not (self.shedder.is_shedding or connection.is_lent):
+            return False
+        self.shedder.offer(connection)
+        return True
+
+    def _release(self, places: int) -> None:
+        self.pacer.release(places)
+        if self.shedder is not None:
+            self.shedder.release(places)
+
+    def close(self) -> None:
+        """Lend nothing any more."""
+        if self.shedder is not None:
+            self.shedder.close()
+            self.shedder = None
+        self._shed_library = None
 
     # ---- in the background
 

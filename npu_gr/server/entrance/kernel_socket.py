@@ -17,19 +17,27 @@ _JIFFY_S = 0.004  # its step
 class KernelSocket:
     """The socket of a transport, asked beside it. Where there is none, nothing is ever in the kernel."""
 
-    def __init__(self, of_transport: Any) -> None:
+    def __init__(self, of_transport: Any, *, is_tls: bool = False) -> None:
         """Take the transport's descriptor, which stays the transport's.
 
         Args:
             of_transport: its socket, as uvloop or asyncio show it; None = it has none.
+            is_tls: its bytes are enciphered.
         """
         self.has_hung_up = False  # the other side had, when `received_ago_s` was asked last
+        self.is_clear = False  # what comes are the caller's own bytes, not TLS's
         self._socket: socket.socket | None = None
         if of_transport is None or of_transport.family not in (socket.AF_INET, socket.AF_INET6):
             return
         if sys.platform.startswith("linux"):
             kind, protocol = of_transport.type, of_transport.proto
             self._socket = socket.socket(of_transport.family, kind, protocol, of_transport.fileno())
+            self.is_clear = not is_tls
+
+    @property
+    def descriptor(self) -> int:
+        """The transport's; -1 where there is none."""
+        return -1 if self._socket is None else self._socket.fileno()
 
     def detach(self) -> None:
         """Let go of the descriptor, before the transport closes it."""

@@ -31,6 +31,10 @@ class DoorRunner(web.AppRunner):
         made = await super()._make_server()
         return _Server(made, self._entrance)
 
+    async def cleanup(self) -> None:
+        await super().cleanup()
+        self._entrance.close()
+
     async def listen(
         self, listener: Listener, config: ServerConfig, tls: SSLContext | None, given: socket.socket | None = None
     ) -> int:

@@ -1,0 +1,88 @@
+"""The native shedder of `ops/door`: find the library, declare its functions.
+
+The library is built by `pip install` where there is a C++ compiler (`setup.py`) and loaded by ctypes, with calls that
+keep the GIL: they take less time than to get it back, and the shedder's own thread needs none. The structures mirror
+`ops/door/shed_call.h`, field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+ABI = 1  # NPU_GR_SHED_ABI of ops/door/shed_call.h
+LIBRARY = Path(__file__).with_name("_shed.abi3.so")
+UP_BYTES, UP_CLOSED, UP_UNSENT = 0, 1, 2  # why a connection goes up
+
+
+class Pattern(ctypes.Structure):
+    """Mirror `struct Pattern`."""
+
+    _fields_ = [
+        ("key", c_char_p),
+        ("key_bytes", c_int64),
+        ("quota", c_int64),
+        ("refused", c_int64),
+    ]
+
+
+class Up(ctypes.Structure):
+    """Mirror `struct Up`."""
+
+    _fields_ = [
+        ("fd", c_int64),
+        ("why", c_int64),
+        ("pattern", c_int64),
+        ("offset", c_int64),
+        ("num_bytes", c_int64),
+    ]
+
+
+class SweepJob(ctypes.Structure):
+    """Mirror `struct SweepJob`."""
+
+    _fields_ = [
+        ("patterns", POINTER(Pattern)),
+        ("num_patterns", c_int64),
+        ("places", c_int64),
+        ("ups", POINTER(Up)),
+        ("most_ups", c_int64),
+        ("buffer", c_void_p),
+        ("buffer_bytes", c_int64),
+        ("room_bytes", c_int64),
+        ("num_ups", c_int64),
+    ]
+
+
+@cache
+def load(library: Path = LIBRARY) -> ctypes.PyDLL | None:
+    """Load the shedder; None: it was not built, or from other sources, so every refusal is Python's."""
+    if not library.exists():
+        return None
+    try:
+        found = ctypes.PyDLL(str(library))
+        abi = found.npu_gr_shed_abi
+    except (OSError, AttributeError):
+        return None
+    abi.restype = c_int64
+    if abi() != ABI:
+        return None
+    for name, result, arguments in (
+        ("new", c_void_p, [c_char_p, c_char_p, POINTER(c_int64), c_int64]),
+        ("free", None, [c_void_p]),
+        ("done", c_int, [c_void_p]),
+        ("lend", c_int, [c_void_p, c_int64, c_int]),
+        ("resume", None, [c_void_p, c_int64]),
+        ("take_back", None, [c_void_p, c_int64, c_int]),
+        ("num_retrying", c_int64, [c_void_p]),
+        ("answered_at", c_double, [c_void_p, c_int64]),
+        ("key", c_int64, [c_void_p, c_char_p, c_int64, c_char_p]),
+        ("post", None, [c_void_p, POINTER(SweepJob)]),
+        ("wait", None, [c_void_p]),
+    ):
+        function = getattr(found, f"npu_gr_shed_{name}")
+        function.restype = result
+        function.argtypes = arguments
+    return found
