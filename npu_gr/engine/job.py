@@ -62,6 +62,7 @@ class Job(msgspec.Struct, eq=False, kw_only=True):
     arrived_at: float | None = None  # of its request; None = when the job is put
     submitted_at: float = 0.0
     is_waiting: bool = False
+    is_ahead: bool = False  # its tenant had less than its share when it was put
     tag: Any = None  # the submitter's
     has_ended: bool = False  # set on the event loop: the device has let go of it
     let_go: Any = None  # a future of a submitter that was cancelled before that

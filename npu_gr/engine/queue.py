@@ -2,8 +2,8 @@
 
 **Order.** The job with the earliest `order_at` runs first. A request's `order_at` is the instant by which it should be
 done (its objective, or its deadline), and never later than `aging_s` after it arrived: no request starves. A request
-whose tenant has less than its share of what waits runs as if it were due when it came: it is behind the pass that runs,
-and not behind another tenant's queue.
+whose tenant has less than its share of what waits and of the newest pass runs as if it were due when it came: it is
+behind the pass that runs, and not behind another tenant's queue.
 
 **Preemptible jobs** (prefills, copies to DRAM) run only when no request is queued, the oldest first. When a request
 starts to wait for one, `hasten` gives that job the request's own order. So a prefill whose rank was refused takes no
@@ -12,6 +12,8 @@ all of them would end late.
 
 **Passes.** Jobs with one `run` function may share a pass, as long as the sum of their demands is within the limits and
 no job in the pass becomes late by the jobs added to it. A job that does not fit is passed over; nobody waits for it.
+A request that goes first for its tenant's share has only others like it in its pass: it would wait for whatever a
+tenant with more than that put beside it.
 
 Invariants, held by tests/engine/test_queue.py:
   Q1  a job leaves the queue exactly once a step: it is taken, expires, is shed, or is withdrawn
@@ -91,6 +93,8 @@ class _Batch:
 
     def add(self, job: Job) -> bool:
         """Add a job if it may share the pass and makes no job of it late. Returns whether it did."""
+        if self.jobs[0].is_ahead and not job.is_ahead:
+            return False
         demand = self._demand.plus(job.demand)
         estimate_s = self._estimate_s + job.estimate_s
         longest_s = min(self._longest_s, self._may_take_s(job))
@@ -130,6 +134,7 @@ class JobQueue:
         self._preemptible: dict[Job, None] = {}  # oldest first
         self._waiting = 0
         self._held: Counter[str] = Counter()  # requests that wait, by their tenant; one that has none has no entry
+        self._newest: Counter[str] = Counter()  # requests of the newest pass that had some, likewise
         self.weights: Mapping[str, float] = {}  # of tenants; all others have 1
         self._pressure = 0.0
         self.slowdown = SlowdownEwma()  # of passes; whoever runs them reports how long they took
@@ -169,7 +174,8 @@ class JobQueue:
             job.order_at = min(job.order_at, arrived_at + BEHIND_S)
         else:
             job.order_at = min(job.order_at, job.deadline_at, arrived_at + self._config.aging_s)
-            if self._is_under_its_share(job.tenant):
+            job.is_ahead = self._is_under_its_share(job.tenant)
+            if job.is_ahead:
                 job.order_at = min(job.order_at, arrived_at)
         shed = None
         if not force and self._waiting >= self._config.max_queue:
@@ -209,12 +215,17 @@ class JobQueue:
         return self._leave(job)
 
     def _is_under_its_share(self, tenant: str) -> bool:
-        """Whether a tenant would hold less than its share of what waits, with one more."""
-        if not self._held or (len(self._held) == 1 and tenant in self._held):
+        """Whether a tenant would hold less than its share of what waits and of the newest pass, with one more.
+
+        The newest pass counts, since a queue is often empty while a tenant has all of the device.
+        """
+        names = self._held.keys() | self._newest.keys() | {tenant}
+        if len(names) == 1:
             return False
-        weight = self.weights.get(tenant, 1.0)
-        total = sum(self.weights.get(name, 1.0) for name in self._held) + (0.0 if tenant in self._held else weight)
-        return (self._held[tenant] + 1) * total < weight * (self._held.total() + 1)
+        weights = self.weights
+        total = sum([weights.get(name, 1.0) for name in names])
+        held = self._held.get(tenant, 0) + self._newest.get(tenant, 0) + 1
+        return held * total < weights.get(tenant, 1.0) * (self._held.total() + self._newest.total() + 1)
 
     def _leave(self, job: Job) -> bool:
         if not job.is_waiting:
@@ -254,6 +265,8 @@ class JobQueue:
                 return NextPass([], expired, wait_s)
         for job in batch.jobs:
             self._leave(job)
+        if not first.preemptible:
+            self._newest = Counter([job.tenant for job in batch.jobs])
         return NextPass(batch.jobs, expired, None)
 
     def _fill(self, batch: _Batch, now_at: float, expired: list[Job]) -> None:

@@ -225,7 +225,7 @@ class Ranking:
     ) -> RankAnswer:
         """Say what a pass computed, and check some of it."""
         if lease.cached and self._random.random() < self._config.selfcheck_ratio:
-            self._own(self._selfcheck(work, scored.logits))
+            self._own(self._selfcheck(work, scored.logits, request.user.tenant))
         return RankAnswer(
             model_version=self.version,
             outcome=lease.outcome,
@@ -322,10 +322,10 @@ class Ranking:
 
     # ---- the self-check
 
-    async def _selfcheck(self, work: RankPass, cached: F32) -> None:
+    async def _selfcheck(self, work: RankPass, cached: F32, tenant: str) -> None:
         """Score a served request again without its prefix KV, behind the requests that wait; export the drift."""
         try:
-            cold = await self.engine.rank(replace(work, vector=None), time.monotonic() + _SELFCHECK_S)
+            cold = await self.engine.rank(replace(work, vector=None), time.monotonic() + _SELFCHECK_S, tenant=tenant)
         except NpuGrError:
             return  # the device has no time for it now
         drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))

@@ -285,6 +285,41 @@ def test_a_share_of_the_queue_is_by_weight() -> None:
     assert first({"a": 9.0, "b": 9.0}) == "b"
 
 
+def test_a_pass_that_goes_first_for_a_share_has_nobody_with_more_than_that_in_it() -> None:
+    q = queue(max_batch_requests=4)
+    hot = [job(1.0 + n / 10, tenant="hot") for n in range(4)]
+    for each in hot:
+        q.put(each, 0.0)
+    small = [job(2.0, tenant=name) for name in ("small", "other")]
+    for each in small:
+        q.put(each, 0.5)
+    assert q.take(0.6).jobs == small
+    assert q.take(0.6).jobs == hot
+
+
+def test_the_newest_pass_is_a_part_of_the_share() -> None:
+    q = queue(max_batch_requests=4)
+    for _ in range(4):
+        q.put(job(1.0, tenant="hot"), 0.0)
+    assert len(q.take(0.0).jobs) == 4  # and it runs: nothing waits
+    q.put(small := job(2.0, tenant="small"), 0.1)
+    q.put(hot := job(1.0, tenant="hot"), 0.2)
+    assert [q.take(0.3).jobs for _ in range(2)] == [[small], [hot]]
+
+
+def test_a_background_job_is_no_pass_of_the_share() -> None:
+    q = queue()
+    q.put(job(1.0, tenant="hot"), 0.0)
+    q.take(0.0)
+    q.put(job(preemptible=True, shares=False, tenant="small"), 0.0)
+    q.take(0.0)
+    q.put(first := job(1.0, tenant="hot"), 0.1)
+    assert not first.is_ahead
+    q.put(job(2.0, tenant="hot"), 0.1)
+    q.put(small := job(3.0, tenant="small"), 0.1)
+    assert small.is_ahead
+
+
 def test_what_left_the_queue_is_in_no_share() -> None:
     q = queue(max_batch_requests=1)
     gone = [job(1.0, tenant="hot") for _ in range(9)]
@@ -306,6 +341,7 @@ class Steps(RuleBasedStateMachine):
         self.q, self.now_at = JobQueue(self.config), 0.0
         self.waiting: list[Job] = []
         self.left: list[Job] = []
+        self.newest: list[Job] = []  # of the newest pass of requests
 
     def leave(self, each: Job) -> None:
         self.waiting.remove(each)
@@ -328,7 +364,8 @@ class Steps(RuleBasedStateMachine):
             deadline_at=self.now_at + deadline_at,
             tenant=tenant,
         )
-        held = Counter(each.tenant for each in self.waiting if not each.preemptible) + Counter([tenant])
+        held = Counter(each.tenant for each in self.waiting if not each.preemptible)
+        held += Counter(each.tenant for each in self.newest) + Counter([tenant])
         try:
             victim = self.q.put(new, self.now_at)
         except Overloaded:
@@ -339,6 +376,7 @@ class Steps(RuleBasedStateMachine):
             is_under = held[tenant] * len(held) < held.total()
             due_at = min(self.now_at + wait_s, new.deadline_at, self.now_at + 5.0)
             assert new.order_at == (self.now_at if is_under else due_at)
+            assert new.is_ahead == is_under
         self.waiting.append(new)
         if victim:
             assert victim.preemptible
@@ -375,6 +413,10 @@ class Steps(RuleBasedStateMachine):
             assert sum(each.demand.tokens for each in taken.jobs) <= 10
             assert len(taken.jobs) <= 3
             assert all(each.shares for each in taken.jobs)
+        if first.is_ahead:
+            assert all(each.is_ahead for each in taken.jobs)
+        if not first.preemptible:
+            self.newest = taken.jobs
         for each in taken.jobs:
             self.leave(each)
 

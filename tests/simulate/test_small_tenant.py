@@ -65,9 +65,10 @@ def p99_s(hot_clients: int, device: DeviceProfile = DEVICE) -> float:
 
 @pytest.mark.parametrize("hot_clients", [16, 64])
 def test_a_small_tenant_waits_for_passes_and_not_for_a_queue(hot_clients: int) -> None:
-    # the pass that runs, then its own; at the door the place that the first one leaves
-    assert p99_s(hot_clients) < p99_s(0) + 2.25 * PASS_S
+    # the pass that runs, with nobody of the hot tenant's in its own; on the loop what that one has inside
+    assert p99_s(hot_clients) < p99_s(0) + 1.5 * PASS_S  # 2.0 with its own pass filled up
 
 
 def test_beside_a_fast_device_it_does_not_wait_for_all_that_the_loop_has_of_a_hot_one() -> None:
-    assert p99_s(16, FAST) < 4.2 * p99_s(0, FAST)  # 5.2 where the hot one holds all 16 places, 3.7 where it holds 6
+    # 5.2 where the hot one holds all 16 places, 3.7 where it holds 6, 3.0 where none of them is in the small one's pass
+    assert p99_s(16, FAST) < 3.3 * p99_s(0, FAST)
