@@ -214,7 +214,7 @@ def codes_lines(interactions: Interactions, codes: Path, case: str, effort: Effo
 
     Args:
         interactions: the log.
-        codes: JSON {"item id": [code, ...]}.
+        codes: JSON {"item": [code, ...]}.
         case: the log's name.
         effort: of the training.
     """

@@ -36,6 +36,7 @@ GENERATOR = [
     "code_count=[5, 5]",
     "vector_dim=8",
 ]
+GIVEN = [option for option in GENERATOR if not option.startswith("code_count")]  # with --codes
 RETRIEVER = ["dim=4", "windows=[2]"]
 
 
@@ -80,14 +81,22 @@ class Trained(NamedTuple):
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     """Each command's result on the company's dataset."""
     home = tmp_path_factory.mktemp("models")
+    codes = home / "codes.json"
+    codes.write_text(json.dumps({item: [place % 4, place // 4, 0] for place, item in enumerate(ITEMS)}))
     found = {}
-    for command, options in {"rank": RANKER, "generate": GENERATOR, "retrieve": RETRIEVER}.items():
+    commands: list[tuple[str, str, list[str | Path], list[str]]] = [
+        ("rank", "rank", [], RANKER),
+        ("generate", "generate", [], GENERATOR),
+        ("given", "generate", ["--codes", codes, "--preset", "beauty-given"], GIVEN),
+        ("retrieve", "retrieve", [], RETRIEVER),
+    ]
+    for name, command, words, options in commands:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            run(command, data, "--out", home / command, options=options)
+            run(command, data, "--out", home / name, *words, options=options)
         text = out.getvalue()
         body = json.loads(text[text.index(" -d '") + 5 : text.rindex("'")])
-        found[command] = Trained(home / command, text, body)
+        found[name] = Trained(home / name, text, body)
     return found
 
 
@@ -121,6 +130,20 @@ def test_the_generators_catalogue_has_ids_of_names(trained: dict[str, Trained]) 
     assert set(body["history"]["items"]) <= set(ITEMS)
 
 
+def test_given_codes_by_name_become_a_token_for_each_beginning(trained: dict[str, Trained]) -> None:
+    """And the items below a beginning stay together: only the numbers of the codes differ."""
+    folder, text, _ = trained["given"]
+    assert "codes: 4 x 5 x 1" in text
+    assert "ready-made; a token for each of the 44 beginnings" in text  # 4, 20 and 20
+    items = read_items(folder / "items.jsonl")
+    sid_of = dict(zip(items.item_ids.tolist(), items.sids.tolist(), strict=True))
+    nodes = [place % 4 * 5 + place // 4 for place in range(len(ITEMS))]  # by the given codes, in their order
+    assert sid_of == {item_id(item): [node // 5, node, node] for item, node in zip(ITEMS, nodes, strict=True)}
+    served = load_config(folder / "serve.yaml").generate
+    assert served is not None
+    assert served.normalise == "valid"
+
+
 def test_the_vectors_know_the_companys_users(trained: dict[str, Trained]) -> None:
     vectors = load_vectors(trained["retrieve"].folder)
     assert {(key.tenant, key.user) for key in vectors.user_keys} == {("", f"user-{user:04}") for user in range(12)}
@@ -133,6 +156,7 @@ async def test_the_commands_that_are_printed_work(trained: dict[str, Trained]) -
     for command, words, paths in (
         ("rank", [vectors], {"rank": "/v1/rank", "retrieve": "/v1/match"}),
         ("generate", [], {"generate": "/v1/generate"}),
+        ("given", [], {"given": "/v1/generate"}),
     ):
         config = load_config(trained[command].folder / "serve.yaml", [*small, *words])
         async with instance(config) as (app, _), TestClient(TestServer(app)) as client:

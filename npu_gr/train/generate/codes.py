@@ -29,6 +29,7 @@ from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.trie import I32
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.names import item_ids as ids_of_names
 from npu_gr.core.request import Normalise
 from npu_gr.features.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
@@ -324,7 +325,7 @@ def codes_text(item_ids: I64, codes: ItemCodes) -> str:
 
 
 def read_codes(path: Path, item_ids: I64) -> ItemCodes:
-    """Read ready-made codes of some items from a catalogue file, or from JSON {"item id": [code, ...]}.
+    """Read ready-made codes of some items from a catalogue file, or from JSON {"item": [code, ...]}.
 
     Raises:
         DataError: the file is not one of these, an item has no codes, or two have the same.
@@ -350,12 +351,12 @@ def read_codes(path: Path, item_ids: I64) -> ItemCodes:
 def _read_json(path: Path) -> tuple[I64, I32]:
     try:
         table = json.loads(path.read_bytes())
-        ids = np.array([int(item) for item in table], np.int64)
+        ids = ids_of_names(list(table))
         sids = np.array(list(table.values()), np.int32)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, OverflowError) as error:
-        raise DataError(f'{path}: not {{"item id": [code, ...]}} with as many codes each: {error}') from error
+        raise DataError(f'{path}: not {{"item": [code, ...]}} with as many codes each: {error}') from error
     if sids.ndim != 2 or not sids.size or int(sids.min()) < 0:
-        raise DataError(f'{path}: not {{"item id": [code, ...]}} with as many codes, from 0, each')
+        raise DataError(f'{path}: not {{"item": [code, ...]}} with as many codes, from 0, each')
     return ids, sids

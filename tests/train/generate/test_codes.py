@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.names import item_id
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.generate.codes import (
@@ -190,7 +191,8 @@ def test_ready_made_codes_are_read_by_item(tmp_path: Path) -> None:
         ('{"3": [1, 0], "7": [1, 0]}', r"item 3 and another have the codes \[1, 0\]"),
         ('{"3": [1, 0], "7": [1]}', "as many codes each"),
         ('{"3": [1, -1], "7": [1, 0]}', "from 0, each"),
-        ('{"x": [1, 0]}', "invalid literal"),
+        ('{"x": [1, 0]}', "no codes of item 3"),
+        ('{"": [1, 0]}', "a name of 0 bytes is no item"),
         ("[1]", "not {"),
         ("{", "Expecting property name"),
     ],
@@ -200,6 +202,11 @@ def test_bad_codes_are_explained(tmp_path: Path, text: str, reason: str) -> None
     (tmp_path / "index.json").write_text(text)
     with pytest.raises(DataError, match=reason):
         read_codes(tmp_path / "index.json", np.array([3, 7]))
+
+
+def test_codes_of_items_that_are_not_numbers_are_read(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"SKU-1": [0, 1], "7": [1, 0]}')
+    assert read_codes(tmp_path / "index.json", np.array([item_id("SKU-1"), 7])).sids.tolist() == [[0, 1], [1, 0]]
 
 
 def test_codes_that_are_not_there_are_named(tmp_path: Path) -> None:

@@ -104,6 +104,19 @@ def test_the_weights_that_decided_are_found(log: InteractionLog) -> None:
     assert [found.weights[name] for name in WEIGHTS] == pytest.approx(weights, abs=0.1)
 
 
+def test_the_scale_of_a_term_changes_its_weight_alone(log: InteractionLog) -> None:
+    """So few lists that the ridge decides much, and some of them shorter than others."""
+    lists, targets = chosen_lists([1.0, 0.4, 0.3, 0.4, 0.5, -1.5], 6, log)
+    own = [int(log.items[event]) for _, event in targets]
+    lists[0] = ItemList(*(term[(np.arange(len(term)) < 3) | (lists[0].items == own[0])] for term in lists[0]))
+    counted = count_transitions(log, "click")
+    scaled = [found._replace(click=found.click * 100, neighbours=found.neighbours / np.float32(100)) for found in lists]
+    want, got = fit_order(counted, log, lists, targets).weights, fit_order(counted, log, scaled, targets).weights
+    assert abs(want["click"]) > 1e-3
+    factors = dict.fromkeys(WEIGHTS, 1.0) | {"click": 0.01, "neighbours": 100.0}
+    assert got == pytest.approx({name: want[name] * factors[name] for name in WEIGHTS}, rel=1e-2, abs=1e-6)
+
+
 def test_lists_without_the_next_item_say_nothing(log: InteractionLog) -> None:
     counted = count_transitions(log, "click")
     lists, targets = chosen_lists([1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 5, log)
