@@ -16,13 +16,13 @@ struct Pattern {
   int64_t refused;  // out: of them were refused here
 };
 
-enum { UP_BYTES = 0, UP_CLOSED = 1, UP_UNSENT = 2 };
+enum { UP_BYTES = 0, UP_CLOSED = 1, UP_UNSENT = 2, UP_RETRIES = 3 };
 
 // A connection that has something for whoever lent it.
 struct Up {
   int64_t fd;
-  // BYTES were read: it stays lent, and is not read until `resume`. It goes back if its caller has hung up (CLOSED), or
-  // these bytes of an answer found no room (UNSENT).
+  // BYTES were read: it stays lent, and is not read until `resume`. It goes back if its caller has hung up (CLOSED), if
+  // these bytes of an answer found no room (UNSENT), or if its caller, who was refused, retries at once (RETRIES).
   int64_t why;
   int64_t pattern;  // of the request that was read; -1: it has none
   int64_t offset;   // of the bytes in `buffer`
@@ -30,13 +30,13 @@ struct Up {
 };
 
 // What the shedder does until it is asked to end.
-struct SweepJob {
+struct ShedJob {
   Pattern *patterns;
   int64_t num_patterns;
-  int64_t places;  // so many of those that retry may go up at once, within the quotas
-  Up *ups;         // [most_ups]
+  int64_t most_at_once;  // a connection with more requests in a row that came at once goes back; below 0: none does
+  Up *ups;               // [most_ups]
   int64_t most_ups;
-  char *buffer;  // of what goes up; where there is less than twice `room_bytes` of it left, the job waits for its end
+  char *buffer;  // of what goes up; where a round may find no room in it, the job waits for its end
   int64_t buffer_bytes;
   int64_t room_bytes;  // the longest request that is refused here is shorter
   int64_t num_ups;     // out

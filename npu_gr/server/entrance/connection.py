@@ -106,7 +106,7 @@ class Connection(web.RequestHandler):
         self._was_paused = False  # before the request that comes now
         self._came_in_pieces = False  # the request did
         self.is_lent = False  # to the shedder, which reads in our place
-        self._is_shed = False  # its caller was refused while the door was full; to be lent when nothing is here
+        self._is_shed = False  # a request like the present one may be refused without asking, once it was refused
         self._unread: bytes | bytearray = b""
         self._searched_bytes = 0  # of a head that is not whole yet, in vain
         self._head: Head | None = None
@@ -236,6 +236,8 @@ class Connection(web.RequestHandler):
     def take_back(self, unsent: bytes = b"", was_abandoned: Kind[Any, Any] | None = None) -> None:
         """Read again, after the shedder; `Lendable` has the arguments."""
         self.is_lent = False
+        if self._entrance.shedder is not None:
+            self.began_at = max(self.began_at, self._entrance.shedder.answered_at(self.descriptor))
         if was_abandoned is not None:
             self._entrance.abandoned(was_abandoned, self._kernel.received_ago_s())
             self.force_close()
@@ -488,21 +490,19 @@ class Connection(web.RequestHandler):
         tenant = None if self.key is None else self.key.tenant
         if tenant is None:
             tenant = tenant_of(request, head.num_bytes)
-        key = self.key
+        self._is_shed = self._may_be_shed(kind)
         ticket = self._entrance.door.arrive(kind.name, tenant, self.whole_at, self.has_s, self)
         if self.state is State.WAITING:
             self._ticket = ticket
-        elif ticket is None and self._may_be_shed(kind, key):
-            self._entrance.learn(request, kind, tenant, self.has_s)
-            if not self._is_shed:
-                self._is_shed = self._entrance.shed(self)
+        elif ticket is None and self._is_shed:
+            self._entrance.shed(self, request, kind, tenant)
 
-    def _may_be_shed(self, kind: Kind[Any, Any], key: Key | None) -> bool:
-        """Whether requests like one that was refused at once may be refused without asking again."""
+    def _may_be_shed(self, kind: Kind[Any, Any]) -> bool:
+        """Whether requests like the one that is here may be refused without asking, once it was."""
         # the door refuses a signal for its tenant's sake, too; and a request spends of its key's rate
-        return (
-            self._kernel.is_clear and kind.priority is not Priority.SIGNAL and (key is None or key.rate_per_s is None)
-        )
+        if kind.priority is Priority.SIGNAL or (self.key is not None and self.key.rate_per_s is not None):
+            return False
+        return self._entrance.can_shed and self._kernel.is_clear
 
     def _is_within_rate(self, key: Key) -> bool:
         """Spend the rate of the request's key; answer 429 where it is spent, and go on with the next request."""
@@ -546,8 +546,9 @@ class Connection(web.RequestHandler):
         was_waiting = self._ticket is not None
         self._ticket = None
         self._request = b""
-        if not self.is_trusted and (self._unread or not self._is_shed):  # else the shedder paces it
-            self._entrance.pacer.refused(self, self.began_at)
+        pacer = self._entrance.pacer
+        if not self.is_trusted and (pacer.is_patient or not self._is_shed):
+            pacer.refused(self, self.began_at)
         self._refuse(reason, at_once=not was_waiting)
         if was_waiting and self._unread:
             self._loop.call_soon(self._advance)
@@ -642,7 +643,7 @@ class Connection(web.RequestHandler):
             self._loop.call_soon(self.force_close)  # aiohttp's `close` leaves a connection open that it has not served
         elif self._unread and not self._is_paused:
             self._resume_transport_reading()
-        if self._is_shed:
-            self._is_shed = self._entrance.shed(self)
+        if self.is_lent and self._entrance.shedder is not None:
+            self._entrance.shedder.offer(self)
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)

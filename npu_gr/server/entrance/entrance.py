@@ -121,7 +121,7 @@ class Entrance:
     @property
     def num_paused(self) -> int:
         """Connections that are not read for a moment."""
-        return len(self.pacer) + len(self.rate_pacer) + (0 if self.shedder is None else self.shedder.num_retrying)
+        return len(self.pacer) + len(self.rate_pacer)
 
     @property
     def receiving_bytes(self) -> int:
@@ -210,25 +210,25 @@ class Entrance:
 
     # ---- connections that are lent
 
-    def learn(self, request: bytes | bytearray, kind: Kind[Any, Any], tenant: str, has_s: float) -> None:
-        """Refuse requests like one that the door has refused at once, as long as it would.
+    @property
+    def can_shed(self) -> bool:
+        """Whether there is a shedder to lend connections to."""
+        return self._shed_library is not None
+
+    def shed(self, connection: Lendable, request: bytes | bytearray, kind: Kind[Any, Any], tenant: str) -> None:
+        """Lend a connection whose request was refused at once, and refuse others like it as long as the door would.
 
         Args:
+            connection: its own; `can_shed`.
             request: its bytes.
-            kind, tenant, has_s: that the door decided by.
+            kind, tenant: that the door decided by.
         """
-        if self._shed_library is None:
-            return
         if self.shedder is None:
-            self.shedder = Shedder(self._shed_library, self._loop, self.door.room, self.refused)
-        self.shedder.learn(request, kind, tenant, has_s)
-
-    def shed(self, connection: Lendable) -> bool:
-        """Lend a connection whose caller was refused, as soon as nothing is here; False: nobody is refused any more."""
-        if self.shedder is None or not (self.shedder.is_shedding or connection.is_lent):
-            return False
-        self.shedder.offer(connection)
-        return True
+            assert self._shed_library is not None
+            self.shedder = Shedder(self._shed_library, self._loop, self.door.room, self.refused, self.pacer)
+        self.shedder.learn(request, kind, tenant, connection.has_s)
+        if not connection.is_lent:
+            self.shedder.offer(connection)
 
     def _release(self, places: int) -> None:
         self.pacer.release(places)

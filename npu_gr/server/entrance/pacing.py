@@ -89,8 +89,12 @@ class Pacer:
         now_at = self._clock()
         retried = connection.num_at_once > FREE and arrived_at - connection.refused_at <= RETRY_S
         connection.refused_at = now_at
-        if not retried:
-            return
+        if retried:
+            self.pause(connection)
+
+    def pause(self, connection: Paced) -> None:
+        """Pause a connection whose caller retries at once."""
+        now_at = self._clock()
         pause_s = min((len(self._paused) + self._num_waiting() + 1) / self.refusals_per_s, self._most_s(now_at))
         resume_at = now_at + pause_s * random.uniform(1 - SPREAD, 1 + SPREAD)  # noqa: S311  (spread)
         number = self._paused[connection] = next(self._numbers)
@@ -99,6 +103,11 @@ class Pacer:
         if resume_at < self._wakes_at:
             self._wakes_at = resume_at
             self._call_at(resume_at, self._wake)
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether callers wait for us: to pause a connection helps."""
+        return self._most_s(self._clock()) == MOST_S
 
     @property
     def refusals_per_s(self) -> float:

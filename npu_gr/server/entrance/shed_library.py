@@ -14,7 +14,7 @@ from pathlib import Path
 
 ABI = 1  # NPU_GR_SHED_ABI of ops/door/shed_call.h
 LIBRARY = Path(__file__).with_name("_shed.abi3.so")
-UP_BYTES, UP_CLOSED, UP_UNSENT = 0, 1, 2  # why a connection goes up
+UP_BYTES, UP_CLOSED, UP_UNSENT, UP_RETRIES = 0, 1, 2, 3  # why a connection goes up
 
 
 class Pattern(ctypes.Structure):
@@ -40,13 +40,13 @@ class Up(ctypes.Structure):
     ]
 
 
-class SweepJob(ctypes.Structure):
-    """Mirror `struct SweepJob`."""
+class ShedJob(ctypes.Structure):
+    """Mirror `struct ShedJob`."""
 
     _fields_ = [
         ("patterns", POINTER(Pattern)),
         ("num_patterns", c_int64),
-        ("places", c_int64),
+        ("most_at_once", c_int64),
         ("ups", POINTER(Up)),
         ("most_ups", c_int64),
         ("buffer", c_void_p),
@@ -75,11 +75,10 @@ def load(library: Path = LIBRARY) -> ctypes.PyDLL | None:
         ("done", c_int, [c_void_p]),
         ("lend", c_int, [c_void_p, c_int64, c_int]),
         ("resume", None, [c_void_p, c_int64]),
-        ("take_back", None, [c_void_p, c_int64, c_int]),
-        ("num_retrying", c_int64, [c_void_p]),
+        ("take_back", None, [c_void_p, c_int64]),
         ("answered_at", c_double, [c_void_p, c_int64]),
         ("key", c_int64, [c_void_p, c_char_p, c_int64, c_char_p]),
-        ("post", None, [c_void_p, POINTER(SweepJob)]),
+        ("post", None, [c_void_p, POINTER(ShedJob)]),
         ("wait", None, [c_void_p]),
     ):
         function = getattr(found, f"npu_gr_shed_{name}")

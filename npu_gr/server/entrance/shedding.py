@@ -13,8 +13,9 @@ pattern it would take now: so many go up, and the others are refused. A pattern 
 line, the headers that it reads, and the tenant. So another tenant's request goes up, and whatever is no plain whole
 HTTP/1.1 request, too. A key that is withdrawn meanwhile gets a 429 for as long as the door refuses.
 
-Connections whose callers retry at once are paced as `pacing.py` does it, by the shedder; free places bring them up at
-once. Linux, clear TCP, and a library that was built; elsewhere every refusal is Python's.
+A connection whose caller retries at once goes back, and is paused (`pacing.py`), unless such pauses help nobody.
+
+Linux, clear TCP, and a library that was built; elsewhere every refusal is Python's.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ from typing import Any, Protocol
 from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers, shed_library
-from npu_gr.server.entrance.shed_library import UP_BYTES
+from npu_gr.server.entrance.pacing import FREE, Paced, Pacer
+from npu_gr.server.entrance.shed_library import UP_BYTES, UP_RETRIES
 from npu_gr.server.headers import BUDGET_HEADERS
 
 MOST_UPS = 1024  # connections that may go up before the event loop looks
 ROOM_BYTES = 131_072  # a longer request is Python's
-BUFFER_BYTES = 16 * ROOM_BYTES
+BUFFER_BYTES = 32 * ROOM_BYTES
 MAX_KEY_BYTES = 2048  # MAX_KEY_BYTES of head.h
 MOST_PATTERNS = 16
+KEPT = 0.75  # share of refusals from which on a connection stays lent when a request of it was let in
+WEIGHT = 1 / 256  # of one more request in that share
 FORGOTTEN_S = 1.0  # a pattern that nothing was refused by for so long
 
 
-class Lendable(Protocol):
+class Lendable(Paced, Protocol):
     """A connection that can be lent."""
 
     is_lent: bool
@@ -94,6 +98,7 @@ class Shedder:
         loop: asyncio.AbstractEventLoop,
         room: Callable[[str, str, float], int],
         refused: Callable[[Kind[Any, Any], float, Refusal, int], None],
+        pacer: Pacer,
     ) -> None:
         """Nothing is lent yet.
 
@@ -102,6 +107,7 @@ class Shedder:
             loop: that runs.
             room: how many requests of a kind and a tenant, with so many seconds, the door would take now.
             refused: told of refusals: of which kind, with how many seconds, why, how many.
+            pacer: pauses connections whose callers retry at once.
 
         Raises:
             OSError: there is no descriptor left.
@@ -110,6 +116,7 @@ class Shedder:
         self._loop = loop
         self._room = room
         self._refused = refused
+        self._pacer = pacer
         texts = answers.all_overloaded(Refusal.LATE)
         ends = (c_int64 * len(texts))(*(sum(map(len, texts[: n + 1])) for n in range(len(texts))))
         names = "".join(f"{name}\n" for name in ("authorization", *map(str.lower, BUDGET_HEADERS)))
@@ -124,7 +131,7 @@ class Shedder:
         self._buffer = ctypes.create_string_buffer(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._ups = (shed_library.Up * MOST_UPS)()
-        self._job = shed_library.SweepJob(
+        self._job = shed_library.ShedJob(
             patterns=self._their,
             ups=self._ups,
             most_ups=MOST_UPS,
@@ -132,10 +139,9 @@ class Shedder:
             buffer_bytes=BUFFER_BYTES,
             room_bytes=ROOM_BYTES,
         )
-        self._places = 0  # that became free since the last look
-        self._closed: list[int] = []  # descriptors that were closed since then
         self._is_at_work = False
         self._is_shut = False  # requests of a pattern do not come up at all
+        self._refused_share = 0.0  # of the requests that came to lent connections
         self._is_due = False
         self._done = library.npu_gr_shed_done(self._at)
         loop.add_reader(self._done, self._look)
@@ -150,16 +156,6 @@ class Shedder:
 
     def __len__(self) -> int:
         return len(self._lent)
-
-    @property
-    def num_retrying(self) -> int:
-        """Connections that are read less often."""
-        return 0 if self._at is None else int(self._library.npu_gr_shed_num_retrying(self._at))
-
-    @property
-    def is_shedding(self) -> bool:
-        """Whether requests are refused here of late."""
-        return bool(self._patterns)
 
     def answered_at(self, descriptor: int) -> float:
         """Say when a lent connection was answered last, on the monotonic clock."""
@@ -201,29 +197,28 @@ class Shedder:
         for connection in offered:
             can_be_lent = connection.can_be_lent()
             if connection.is_lent:
-                if can_be_lent and self._patterns:
+                if can_be_lent and self._refused_share > KEPT:
                     self._library.npu_gr_shed_resume(self._at, connection.descriptor)
                 else:
                     self.give_back(connection)
             elif can_be_lent:
                 descriptor = connection.lend()
                 self._lent[descriptor] = connection
-                if not self._library.npu_gr_shed_lend(self._at, descriptor, not connection.is_trusted):
+                num_at_once = -1 if connection.is_trusted else connection.num_at_once
+                if not self._library.npu_gr_shed_lend(self._at, descriptor, num_at_once):
                     del self._lent[descriptor]
                     connection.take_back()
 
     def forget(self, connection: Lendable, descriptor: int) -> None:
         """Forget a lent connection that is closed."""
         if self._at is not None and self._lent.get(descriptor) is connection:
-            del self._lent[descriptor]
-            self._closed.append(descriptor)
-            self._look_soon()
+            del self._lent[descriptor]  # the descriptor has left the shedder by itself
 
     def give_back(self, connection: Lendable) -> None:
         """Let a lent connection be read by its owner. Only while the shedder is not at work."""
         if self._lent.get(connection.descriptor) is connection:
             del self._lent[connection.descriptor]
-            self._library.npu_gr_shed_take_back(self._at, connection.descriptor, False)
+            self._library.npu_gr_shed_take_back(self._at, connection.descriptor)
         connection.take_back()
 
     # ---- the shedder's work
@@ -239,8 +234,7 @@ class Shedder:
 
     def release(self, places: int) -> None:
         """Let requests come up for free places."""
-        if places > 0 and (self._is_shut or self.num_retrying):
-            self._places = places
+        if places > 0 and self._is_shut:
             self._look_soon()
 
     def _look_soon(self) -> None:
@@ -258,12 +252,12 @@ class Shedder:
         self._begin()
 
     def _take(self, ups: list[tuple[Lendable, int, Kind[Any, Any] | None, bytes]]) -> None:
-        for descriptor in self._closed:
-            self._library.npu_gr_shed_take_back(self._at, descriptor, True)
-        self._closed.clear()
         for connection, why, kind, data in ups:
             if why == UP_BYTES:
                 connection.read(data)
+            elif why == UP_RETRIES:
+                connection.take_back()
+                self._pacer.pause(connection)
             else:
                 connection.take_back(data, kind)
 
@@ -277,7 +271,7 @@ class Shedder:
             their.refused = 0
         self._is_shut = any(their.quota == 0 for their in self._their[: len(self._patterns)])
         self._job.num_patterns = len(self._patterns)
-        self._job.places, self._places = self._places, 0
+        self._job.most_at_once = FREE if self._pacer.is_patient else -1
         if self._lent:
             self._is_at_work = True
             self._library.npu_gr_shed_post(self._at, self._job)
@@ -292,6 +286,9 @@ class Shedder:
             if their.refused:
                 pattern.used_at = now_at
                 self._refused(pattern.kind, pattern.has_s, Refusal.LATE, their.refused)
+        num_refused = sum(their.refused for their in self._their[: job.num_patterns])
+        if num_seen := num_refused + job.num_ups:
+            self._refused_share += (1 - (1 - WEIGHT) ** num_seen) * (num_refused / num_seen - self._refused_share)
         ups = []
         for up in self._ups[: job.num_ups]:
             connection = self._lent.get(up.fd) if up.why == UP_BYTES else self._lent.pop(up.fd, None)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from npu_gr.core.errors import BadRequest
 from npu_gr.server.entrance import shed_library
 from npu_gr.server.entrance.framing import HEAD_END, granted_s, parse_head, tenant_of
-from npu_gr.server.entrance.shed_library import UP_BYTES, UP_CLOSED, UP_UNSENT
+from npu_gr.server.entrance.shed_library import UP_BYTES, UP_CLOSED, UP_RETRIES, UP_UNSENT
 from npu_gr.server.entrance.shedding import MAX_KEY_BYTES, ROOM_BYTES
 from tests.server.entrance.test_connection import BODY, RANK, WHOLE, Site
 from tests.server.examples import EXAMPLES
@@ -43,14 +43,15 @@ class Bare:
         self.at = library.npu_gr_shed_new(NAMES, ANSWER, (c_int64 * 1)(len(ANSWER)), 1)
         self.patterns = (shed_library.Pattern * 1)()
         self.ups = (shed_library.Up * 512)()
-        self.buffer = ctypes.create_string_buffer(8 * ROOM_BYTES)
-        self.job = shed_library.SweepJob(
+        self.buffer = ctypes.create_string_buffer(32 * ROOM_BYTES)
+        self.job = shed_library.ShedJob(
             patterns=self.patterns,
             ups=self.ups,
             most_ups=512,
             buffer=ctypes.addressof(self.buffer),
-            buffer_bytes=8 * ROOM_BYTES,
+            buffer_bytes=32 * ROOM_BYTES,
             room_bytes=ROOM_BYTES,
+            most_at_once=-1,
         )
 
     def key(self, request: bytes) -> bytes | None:
@@ -85,9 +86,9 @@ def pair(bare: Bare) -> Iterator[tuple[socket.socket, socket.socket]]:
     """A caller and its connection, which is lent."""
     caller, ours = socket.socketpair()
     caller.settimeout(5)
-    assert bare.library.npu_gr_shed_lend(bare.at, ours.fileno(), True)
+    assert bare.library.npu_gr_shed_lend(bare.at, ours.fileno(), 0)
     yield caller, ours
-    bare.library.npu_gr_shed_take_back(bare.at, ours.fileno(), False)
+    bare.library.npu_gr_shed_take_back(bare.at, ours.fileno())
     caller.close()
     ours.close()
 
@@ -220,7 +221,7 @@ def test_it_refuses_what_is_like_the_pattern_and_hands_up_what_is_not(
 def test_a_caller_that_hangs_up_is_handed_back(bare: Bare) -> None:
     for sent in (b"", WHOLE):
         caller, ours = socket.socketpair()
-        assert bare.library.npu_gr_shed_lend(bare.at, ours.fileno(), True)
+        assert bare.library.npu_gr_shed_lend(bare.at, ours.fileno(), 0)
         caller.sendall(sent)
         caller.close()
         bare.refuse(WHOLE)
@@ -240,7 +241,7 @@ def test_what_finds_no_room_in_the_socket_goes_up(bare: Bare) -> None:
             filled += ours.send(b"x" * 100)
         except BlockingIOError:
             break
-    assert bare.library.npu_gr_shed_lend(bare.at, ours.fileno(), True)
+    assert bare.library.npu_gr_shed_lend(bare.at, ours.fileno(), 0)
     caller.sendall(WHOLE)
     bare.refuse(WHOLE)
     time.sleep(0.05)
@@ -250,33 +251,40 @@ def test_what_finds_no_room_in_the_socket_goes_up(bare: Bare) -> None:
     ours.close()
 
 
-def test_callers_that_retry_at_once_are_read_less_often_until_they_are_served(
-    bare: Bare, pair: tuple[socket.socket, socket.socket]
+@pytest.mark.parametrize("num_at_once", [0, -1])
+@pytest.mark.parametrize("most_at_once", [4, -1])
+def test_a_caller_that_retries_at_once_goes_back_but_a_proxy_does_not(
+    bare: Bare, num_at_once: int, most_at_once: int
 ) -> None:
-    caller, ours = pair
+    caller, ours = socket.socketpair()
+    caller.settimeout(5)
+    assert bare.library.npu_gr_shed_lend(bare.at, ours.fileno(), num_at_once)
+    bare.job.most_at_once = most_at_once
     bare.refuse(WHOLE)
-    for _ in range(20):
+    for _ in range(4):
         caller.sendall(WHOLE)
         assert caller.recv(4096) == ANSWER
-    bare.end()
-    assert bare.library.npu_gr_shed_num_retrying(bare.at) == 1
-    bare.job.places = 1
-    caller.sendall(WHOLE)
-    bare.refuse(WHOLE, quota=1)
-    time.sleep(0.005)
-    assert [why for _, why, _ in bare.end()] == [UP_BYTES]
-    bare.job.places = 0
-    bare.library.npu_gr_shed_resume(bare.at, ours.fileno())
-    assert bare.library.npu_gr_shed_num_retrying(bare.at) == 0
+    time.sleep(0.05)
+    caller.sendall(WHOLE)  # not at once
+    assert caller.recv(4096) == ANSWER
+    assert bare.end() == []
+    bare.refuse(WHOLE)
+    goes_back = num_at_once == 0 and most_at_once == 4
+    for _ in range(5 if goes_back else 20):
+        caller.sendall(WHOLE)
+        assert caller.recv(4096) == ANSWER
+    bare.job.most_at_once = -1
+    assert bare.end() == ([(ours.fileno(), UP_RETRIES, b"")] if goes_back else [])
+    caller.close()
+    ours.close()
 
 
 def test_a_descriptor_that_was_closed_and_used_again_is_another_connections(bare: Bare) -> None:
     caller, ours = socket.socketpair()
     number = ours.fileno()
-    assert bare.library.npu_gr_shed_lend(bare.at, number, True)
+    assert bare.library.npu_gr_shed_lend(bare.at, number, 0)
     caller.close()
     ours.close()
-    bare.library.npu_gr_shed_take_back(bare.at, number, True)
     caller, ours = socket.socketpair()
     assert number in (caller.fileno(), ours.fileno())
     caller.sendall(WHOLE)
@@ -323,7 +331,7 @@ def becomes_fast(at: Site) -> None:
 
 
 async def test_refusals_are_counted_and_whoever_comes_when_there_is_room_is_served() -> None:
-    async with site() as at:
+    async with site(trusted_proxies=["127.0.0.0/8"]) as at:  # whose connection never goes back
         with await at.service.fill():
             raw = await lent(at)
             shedder = at.entrance.shedder
