@@ -363,8 +363,9 @@ NPU_GR_API void npu_gr_shed_resume(Shedder *shedder, int64_t fd) {
 // Read a connection no more; one that was closed needs no such call.
 NPU_GR_API void npu_gr_shed_take_back(Shedder *shedder, int64_t fd) { give_back(shedder, static_cast<int>(fd)); }
 
-// When a lent connection was answered last, on the monotonic clock; also while it is at work.
+// When a lent connection was answered last, on the monotonic clock; also while it is at work. 0: it never was.
 NPU_GR_API double npu_gr_shed_answered_at(const Shedder *shedder, int64_t fd) {
+  if (fd < 0 || fd >= shedder->num_places) return 0;
   double at;
   __atomic_load(&shedder->places[fd].answered_at, &at, __ATOMIC_RELAXED);
   return at;

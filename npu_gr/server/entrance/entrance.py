@@ -225,7 +225,12 @@ class Entrance:
         """
         if self.shedder is None:
             assert self._shed_library is not None
-            self.shedder = Shedder(self._shed_library, self._loop, self.door.room, self.refused, self.pacer)
+            try:
+                self.shedder = Shedder(self._shed_library, self._loop, self.door.room, self.refused, self.pacer)
+            except OSError as error:
+                log.warning("every refusal is Python's from now on: %s", error)
+                self._shed_library = None
+                return
         self.shedder.learn(request, kind, tenant, connection.has_s)
         if not connection.is_lent:
             self.shedder.offer(connection)

@@ -14,7 +14,10 @@ from pathlib import Path
 
 ABI = 1  # NPU_GR_SHED_ABI of ops/door/shed_call.h
 LIBRARY = Path(__file__).with_name("_shed.abi3.so")
-UP_BYTES, UP_CLOSED, UP_UNSENT, UP_RETRIES = 0, 1, 2, 3  # why a connection goes up
+UP_BYTES = 0  # why a connection goes up: UP_* of shed_call.h
+UP_CLOSED = 1
+UP_UNSENT = 2
+UP_RETRIES = 3
 
 
 class Pattern(ctypes.Structure):

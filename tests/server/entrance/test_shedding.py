@@ -342,6 +342,7 @@ async def test_refusals_are_counted_and_whoever_comes_when_there_is_room_is_serv
                 raw.send(WHOLE)
                 assert (await raw.answer())[0] == 429
             assert not learnt  # Python saw none of them
+        await asyncio.sleep(0.01)  # the event loop tells it of the room in its next turn
         raw.send(WHOLE)
         assert (await raw.answer())[0] == 200
         await asyncio.sleep(0.01)
@@ -461,3 +462,16 @@ async def test_a_stop_closes_lent_connections() -> None:
         await at.client.close()
         assert await raw.is_closed()
         assert time.monotonic() - began_at < 5
+
+
+async def test_without_a_descriptor_every_refusal_is_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site() as at:
+        assert at.entrance.can_shed
+        monkeypatch.setattr(at.entrance._shed_library, "npu_gr_shed_new", lambda *_: None)
+        with await at.service.fill():
+            raw = await at.connect()
+            for _ in range(3):
+                raw.send(WHOLE)
+                assert (await raw.answer())[0] == 429
+        assert not at.entrance.can_shed
+        assert at.entrance.shedder is None
