@@ -1,8 +1,8 @@
 // The shedder: it refuses requests that the door has just refused, without Python.
 //
 // The event loop lends it idle connections of callers who were refused. It reads them every SWEEP_S. A request whose
-// key (head.h) is that of one of the patterns is answered here, once the pattern's quota has gone up; everything else
-// goes up, and its connection is read no more until the owner says so.
+// key (request_key.h) is that of one of the patterns is answered here, once the pattern's quota has gone up; everything
+// else goes up, and its connection is read no more until the owner says so.
 //
 // It has a thread of its own, which is at work between `post` and `wait`. No other call may come meanwhile, and no lent
 // descriptor that is read may be closed. A descriptor that its owner closes leaves the epoll set by itself.
@@ -25,7 +25,7 @@
 
 #include <initializer_list>
 
-#include "head.h"
+#include "request_key.h"
 
 namespace {
 

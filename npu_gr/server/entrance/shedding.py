@@ -37,7 +37,7 @@ from npu_gr.server.headers import BUDGET_HEADERS
 MOST_UPS = 1024  # connections that may go up before the event loop looks
 ROOM_BYTES = 131_072  # a longer request is Python's
 BUFFER_BYTES = 32 * ROOM_BYTES
-MAX_KEY_BYTES = 2048  # MAX_KEY_BYTES of head.h
+MAX_KEY_BYTES = 2048  # MAX_KEY_BYTES of request_key.h
 MOST_PATTERNS = 16
 KEPT = 0.75  # share of refusals from which on a connection stays lent when a request of it was let in
 WEIGHT = 1 / 256  # of one more request in that share

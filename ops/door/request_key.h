@@ -3,8 +3,8 @@
 // It is the request line, the header lines that the door reads, and the tenant that the body names. Two requests with
 // the same key get the same decision. Whatever is not plainly one whole HTTP/1.1 request has no key: it goes to the
 // door, which frames it (npu_gr/server/entrance/framing.py).
-#ifndef NPU_GR_DOOR_HEAD_H
-#define NPU_GR_DOOR_HEAD_H
+#ifndef NPU_GR_DOOR_REQUEST_KEY_H
+#define NPU_GR_DOOR_REQUEST_KEY_H
 
 #include <stdint.h>
 #include <string.h>
@@ -42,7 +42,7 @@ struct Key {
 
   bool add(const char *from, int64_t count) {
     if (size + count > MAX_KEY_BYTES) return false;
-    memcpy(data + size, from, count);
+    if (count) memcpy(data + size, from, count);
     size += count;
     return true;
   }
