@@ -1,6 +1,6 @@
-"""Builds the CPU kernels beside the package, puts copies of what ships beside the code into a wheel, and describes it.
+"""Builds the CPU kernels and the door's shedder beside the package, copies what ships into a wheel, and describes it.
 
-The kernels need nothing but a C++ compiler; without one they are left out, and `npu-gr build-ops --cpu` makes them.
+They need nothing but a C++ compiler; without one they are left out, and `npu-gr build-ops --cpu` makes them.
 """
 
 import re
@@ -18,27 +18,24 @@ COPIES = Path("npu_gr/_data")  # where `npu_gr.core.shipped` looks
 SHIPPED = ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu", "ops/door")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "preview", "mutate.py", "*.so")
 
-kernels = Extension(
-    "npu_gr.backend.cpu._native",  # loaded by ctypes, never imported: it knows neither Python nor torch
-    sources=sorted(glob("ops/cpu/*.cpp")),
-    depends=sorted(glob("ops/cpu/*.h")),
-    extra_compile_args=FLAGS,
-    extra_link_args=["-static-libgcc", "-static-libstdc++"],
-    language="c++",
-    optional=True,
-    py_limited_api=True,
-)
 
-shedder = Extension(
-    "npu_gr.server.entrance._shed",  # loaded by ctypes, as above; Linux only
-    sources=sorted(glob("ops/door/*.cpp")),
-    depends=sorted(glob("ops/door/*.h")),
-    extra_compile_args=FLAGS,
-    extra_link_args=["-pthread", "-static-libgcc", "-static-libstdc++"],
-    language="c++",
-    optional=True,
-    py_limited_api=True,
-)
+def native(name: str, sources: str) -> Extension:
+    """Describe a library of our C++: it is loaded by ctypes, never imported, and knows neither Python nor torch."""
+    return Extension(
+        name,
+        sources=sorted(glob(f"{sources}/*.cpp")),
+        depends=sorted(glob(f"{sources}/*.h")),
+        extra_compile_args=FLAGS,
+        extra_link_args=["-pthread", "-static-libgcc", "-static-libstdc++"],
+        language="c++",
+        optional=True,
+        py_limited_api=True,
+    )
+
+
+libraries = [native("npu_gr.backend.cpu._native", "ops/cpu")]
+if sys.platform == "linux":
+    libraries.append(native("npu_gr.server.entrance._shed", "ops/door"))
 
 
 class WithCopies(build_py):  # type: ignore[misc]  # setuptools has no types
@@ -66,7 +63,7 @@ def description() -> str:
 
 
 setup(
-    ext_modules=[kernels, *([shedder] if sys.platform == "linux" else [])],
+    ext_modules=libraries,
     cmdclass={"build_py": WithCopies},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     long_description=description(),

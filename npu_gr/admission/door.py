@@ -324,8 +324,7 @@ class Door:
         now_at = self._clock()
         cost_s = lane.pace.seconds
         done_at = now_at + self._ahead_s(lane, turns, tenant, arrived_at + has_s) + cost_s
-        stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
-        if done_at > arrived_at + (AIM_STANDING if stands else AIM_BURST) * has_s:
+        if done_at > arrived_at + self._aim(now_at) * has_s:
             guest.refuse(Refusal.LATE)
             return None
         ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
@@ -352,11 +351,15 @@ class Door:
             return self._config.max_inflight
         now_at = self._clock()
         has_s = min(lane.objective_s, budget_s)
-        stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
-        rest_s = (AIM_STANDING if stands else AIM_BURST) * has_s - self._ahead_s(lane, turns, tenant, now_at + has_s)
+        rest_s = self._aim(now_at) * has_s - self._ahead_s(lane, turns, tenant, now_at + has_s)
         if rest_s >= lane.pace.seconds:
             return int(rest_s / lane.pace.seconds)
         return int(self._has_room(lane, lanes) and not self._is_full(tenant) and self._nobody_before(lane))
+
+    def _aim(self, now_at: float) -> float:
+        """The share of its time within which a request must be done that joins the queue now."""
+        stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
+        return AIM_STANDING if stands else AIM_BURST
 
     def is_late(self, kind: str, arrived_at: float, budget_s: float) -> bool:
         """Whether a request could not be answered in time even if nothing else were to do.

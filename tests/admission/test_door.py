@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.admission.config import AdmissionConfig
-from npu_gr.admission.door import LEAST, MIXED_S, PASSES, Door, Slot
+from npu_gr.admission.door import LEAST, MIXED_S, MOST, PASSES, Door, Slot
 from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, RANK, SIGNAL
 from npu_gr.core.shares import WANTS_S
@@ -348,6 +348,29 @@ def test_a_caller_that_hangs_up_while_it_waits_takes_nobodys_place() -> None:
     assert after.slot
     assert not gone.slot
     assert not gone.refusals
+
+
+@given(
+    inside=st.integers(0, 40),
+    pace_s=st.sampled_from([1e-4, 1e-3, 5e-3, 0.02, 0.2]),
+    budget_s=st.sampled_from([0.01, 0.05, 1.0]),
+    waited_s=st.sampled_from([0.0, 0.02, 0.15]),
+)
+def test_as_many_are_not_refused_as_there_is_room_for(
+    inside: int, pace_s: float, budget_s: float, waited_s: float
+) -> None:
+    held = Held()
+    held.door._lanes[RANK.name].pace.seconds = pace_s
+    for _ in range(inside):
+        held.arrive()
+    held.wait(waited_s)
+    room = held.door.room(RANK.name, "", budget_s)
+    came = [held.arrive(budget_s=budget_s) for _ in range(room + MOST)]
+    refused = [guest.refusals for guest in came]
+    if came[0].slot is None:  # there is a queue: exactly so many join it
+        assert sum(refused) == MOST
+    assert sum(refused[:room]) == 0
+    assert refused == sorted(refused)
 
 
 def test_a_slot_leaves_once() -> None:

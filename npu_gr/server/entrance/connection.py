@@ -500,9 +500,9 @@ class Connection(web.RequestHandler):
     def _may_be_shed(self, kind: Kind[Any, Any]) -> bool:
         """Whether requests like the one that is here may be refused without asking, once it was."""
         # the door refuses a signal for its tenant's sake, too; and a request spends of its key's rate
-        if kind.priority is Priority.SIGNAL or (self.key is not None and self.key.rate_per_s is not None):
+        if not self._kernel.is_clear or kind.priority is Priority.SIGNAL:
             return False
-        return self._entrance.can_shed and self._kernel.is_clear
+        return (self.key is None or self.key.rate_per_s is None) and self._entrance.can_shed
 
     def _is_within_rate(self, key: Key) -> bool:
         """Spend the rate of the request's key; answer 429 where it is spent, and go on with the next request."""
@@ -547,7 +547,7 @@ class Connection(web.RequestHandler):
         self._ticket = None
         self._request = b""
         pacer = self._entrance.pacer
-        if not self.is_trusted and (pacer.is_patient or not self._is_shed):
+        if not self.is_trusted and (not self._is_shed or pacer.is_patient):
             pacer.refused(self, self.began_at)
         self._refuse(reason, at_once=not was_waiting)
         if was_waiting and self._unread:

@@ -79,6 +79,8 @@ class Entrance:
         self.shedder: Shedder | None = None  # made when a request was refused
         self._loop = loop
         self._shed_library = shed_library.load()
+        if self._shed_library is None:
+            log.info("every refusal is Python's: the shedder was not built (`npu-gr build-ops --cpu`, on Linux)")
         self.wrong_keys = Throttle()
         self.listeners = listeners(config)
         public = self.listeners[0]
