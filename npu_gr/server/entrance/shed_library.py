@@ -12,8 +12,9 @@ from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI = 1  # NPU_GR_SHED_ABI of ops/door/shed_call.h
+ABI = 2  # NPU_GR_SHED_ABI of ops/door/shed_call.h
 LIBRARY = Path(__file__).with_name("_shed.abi3.so")
+MOST_PATTERNS = 16  # as there
 UP_BYTES = 0  # why a connection goes up: UP_* of shed_call.h
 UP_CLOSED = 1
 UP_UNSENT = 2
@@ -24,10 +25,10 @@ class Pattern(ctypes.Structure):
     """Mirror `struct Pattern`."""
 
     _fields_ = [
+        ("number", c_int64),
         ("key", c_char_p),
         ("key_bytes", c_int64),
         ("quota", c_int64),
-        ("refused", c_int64),
     ]
 
 
@@ -36,26 +37,11 @@ class Up(ctypes.Structure):
 
     _fields_ = [
         ("fd", c_int64),
+        ("lent_as", c_int64),
         ("why", c_int64),
         ("pattern", c_int64),
         ("offset", c_int64),
         ("num_bytes", c_int64),
-    ]
-
-
-class ShedJob(ctypes.Structure):
-    """Mirror `struct ShedJob`."""
-
-    _fields_ = [
-        ("patterns", POINTER(Pattern)),
-        ("num_patterns", c_int64),
-        ("most_at_once", c_int64),
-        ("ups", POINTER(Up)),
-        ("most_ups", c_int64),
-        ("buffer", c_void_p),
-        ("buffer_bytes", c_int64),
-        ("room_bytes", c_int64),
-        ("num_ups", c_int64),
     ]
 
 
@@ -73,16 +59,17 @@ def load(library: Path = LIBRARY) -> ctypes.PyDLL | None:
     if abi() != ABI:
         return None
     for name, result, arguments in (
-        ("new", c_void_p, [c_char_p, c_char_p, POINTER(c_int64), c_int64]),
+        ("new", c_void_p, [c_char_p, c_char_p, POINTER(c_int64), c_int64, c_int64, c_int64, c_int64]),
         ("free", None, [c_void_p]),
         ("done", c_int, [c_void_p]),
-        ("lend", c_int, [c_void_p, c_int64, c_int]),
-        ("resume", None, [c_void_p, c_int64]),
-        ("take_back", None, [c_void_p, c_int64]),
+        ("buffer", c_void_p, [c_void_p]),
+        ("lend", c_int64, [c_void_p, c_int64, c_int]),
+        ("resume", None, [c_void_p, c_int64, c_int64]),
+        ("stop", None, [c_void_p, c_int64, c_int64]),
         ("answered_at", c_double, [c_void_p, c_int64]),
         ("key", c_int64, [c_void_p, c_char_p, c_int64, c_char_p]),
-        ("post", None, [c_void_p, POINTER(ShedJob)]),
-        ("wait", None, [c_void_p]),
+        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(c_int64)]),
+        ("turn", None, [c_void_p, POINTER(Pattern), c_int64, POINTER(c_int64)]),
     ):
         function = getattr(found, f"npu_gr_shed_{name}")
         function.restype = result

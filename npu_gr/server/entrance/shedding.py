@@ -8,8 +8,9 @@ shedder (`ops/door`), whose thread reads it in our place and needs no GIL:
                          |
                          '--> anything else: its bytes go up; the connection is not read until they are answered
 
-The event loop looks at it in each of its turns that brings something, and the door says then how many requests of each
-pattern it would take now: so many go up, and the others are refused. A pattern is what the door decides by: the request
+Neither waits for the other, but for a round of requests where a lent connection is closed. The event loop looks in each
+of its turns that brings something, and the door says then how many requests of each pattern it would take now: so many
+go up, and the others are refused. A pattern is what the door decides by: the request
 line, the headers that it reads, and the tenant. So another tenant's request goes up, and whatever is no plain whole
 HTTP/1.1 request, too. A key that is withdrawn meanwhile gets a 429 for as long as the door refuses.
 
@@ -22,23 +23,24 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable
 from ctypes import c_int64
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers, shed_library
 from npu_gr.server.entrance.pacing import FREE, Paced, Pacer
-from npu_gr.server.entrance.shed_library import UP_BYTES, UP_RETRIES
+from npu_gr.server.entrance.shed_library import MOST_PATTERNS, UP_BYTES, UP_RETRIES
 from npu_gr.server.headers import BUDGET_HEADERS
 
 MOST_UPS = 1024  # connections that may go up before the event loop looks
 ROOM_BYTES = 131_072  # a longer request is Python's
 BUFFER_BYTES = 32 * ROOM_BYTES
 MAX_KEY_BYTES = 2048  # MAX_KEY_BYTES of request_key.h
-MOST_PATTERNS = 16
 KEPT = 0.75  # share of refusals from which on a connection stays lent when a request of it was let in
 WEIGHT = 1 / 256  # of one more request in that share
 FORGOTTEN_S = 1.0  # a pattern that nothing was refused by for so long
@@ -81,12 +83,30 @@ class Lendable(Paced, Protocol):
 class _Pattern:
     """Requests that the door refuses."""
 
-    def __init__(self, key: bytes, kind: Kind[Any, Any], tenant: str, has_s: float) -> None:
+    def __init__(self, number: int, key: bytes, kind: Kind[Any, Any], tenant: str, has_s: float) -> None:
+        self.number = number
         self.key = key
         self.kind = kind
         self.tenant = tenant
         self.has_s = has_s  # from its arrival to its answer
-        self.used_at = 0.0
+        self.used_at = time.monotonic()
+
+
+class _Lent(NamedTuple):
+    """A connection that is lent."""
+
+    connection: Lendable
+    lent_as: int  # its number: a descriptor that was closed is soon another connection's
+
+
+class _Up(NamedTuple):
+    """What goes up."""
+
+    descriptor: int
+    lent_as: int
+    why: int
+    kind: Kind[Any, Any] | None  # of the request that was read, if that is known
+    data: bytes
 
 
 class Shedder:
@@ -120,26 +140,22 @@ class Shedder:
         texts = answers.all_overloaded(Refusal.LATE)
         ends = (c_int64 * len(texts))(*(sum(map(len, texts[: n + 1])) for n in range(len(texts))))
         names = "".join(f"{name}\n" for name in ("authorization", *map(str.lower, BUDGET_HEADERS)))
-        self._at = library.npu_gr_shed_new(names.encode(), b"".join(texts), ends, len(texts))
+        self._at = library.npu_gr_shed_new(
+            names.encode(), b"".join(texts), ends, len(texts), MOST_UPS, BUFFER_BYTES, ROOM_BYTES
+        )
         if not self._at:
             raise OSError("no descriptors are left for the shedder")
-        self._patterns: list[_Pattern] = []
-        self._their = (shed_library.Pattern * MOST_PATTERNS)()
-        self._lent: dict[int, Lendable] = {}
-        self._offered: list[Lendable] = []
+        buffer = (ctypes.c_char * BUFFER_BYTES).from_address(library.npu_gr_shed_buffer(self._at))
+        self._buffer = memoryview(buffer)
         self._key = ctypes.create_string_buffer(MAX_KEY_BYTES)
-        self._buffer = ctypes.create_string_buffer(BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
         self._ups = (shed_library.Up * MOST_UPS)()
-        self._job = shed_library.ShedJob(
-            patterns=self._their,
-            ups=self._ups,
-            most_ups=MOST_UPS,
-            buffer=ctypes.addressof(self._buffer),
-            buffer_bytes=BUFFER_BYTES,
-            room_bytes=ROOM_BYTES,
-        )
-        self._is_at_work = False
+        self._num_refused = (c_int64 * MOST_PATTERNS)()
+        self._told = (shed_library.Pattern * MOST_PATTERNS)()  # what the library knows
+        self._patterns: list[_Pattern | None] = [None] * MOST_PATTERNS  # each keeps its place
+        self._numbers = itertools.count(1)
+        self._lent: dict[int, _Lent] = {}  # by descriptor
+        self._offered: list[Lendable] = []
+        self._taken: deque[_Up] = deque()  # and not handed to its connection yet
         self._is_shut = False  # requests of a pattern do not come up at all
         self._refused_share = 0.0  # of the requests that came to lent connections
         self._is_due = False
@@ -148,8 +164,6 @@ class Shedder:
 
     def close(self) -> None:
         """Lend nothing any more."""
-        if self._is_at_work:
-            self._library.npu_gr_shed_wait(self._at)
         self._loop.remove_reader(self._done)
         self._library.npu_gr_shed_free(self._at)
         self._at = None
@@ -176,14 +190,13 @@ class Shedder:
         if num_bytes < 0:
             return
         key = self._key.raw[:num_bytes]
-        now_at = time.monotonic()
         for pattern in self._patterns:
-            if pattern.key == key:
-                pattern.used_at = now_at
+            if pattern is not None and pattern.key == key:
+                pattern.used_at = time.monotonic()
                 return
-        if len(self._patterns) < MOST_PATTERNS:  # else those are refused by Python until one is forgotten
-            self._patterns.append(_Pattern(key, kind, tenant, has_s))
-            self._patterns[-1].used_at = now_at
+        if None in self._patterns:  # else those are refused by Python until one is forgotten
+            pattern = _Pattern(next(self._numbers), key, kind, tenant, has_s)
+            self._patterns[self._patterns.index(None)] = pattern
 
     # ---- lending
 
@@ -197,40 +210,45 @@ class Shedder:
         for connection in offered:
             can_be_lent = connection.can_be_lent()
             if connection.is_lent:
+                descriptor = connection.descriptor
                 if can_be_lent and self._refused_share > KEPT:
-                    self._library.npu_gr_shed_resume(self._at, connection.descriptor)
+                    self._library.npu_gr_shed_resume(self._at, descriptor, self._lent[descriptor].lent_as)
                 else:
                     self.give_back(connection)
             elif can_be_lent:
                 descriptor = connection.lend()
-                self._lent[descriptor] = connection
                 num_at_once = -1 if connection.is_trusted else connection.num_at_once
-                if not self._library.npu_gr_shed_lend(self._at, descriptor, num_at_once):
-                    del self._lent[descriptor]
+                if lent_as := self._library.npu_gr_shed_lend(self._at, descriptor, num_at_once):
+                    self._lent[descriptor] = _Lent(connection, lent_as)
+                else:
                     connection.take_back()
 
     def forget(self, connection: Lendable, descriptor: int) -> None:
         """Forget a lent connection that is closed."""
-        if self._at is not None and self._lent.get(descriptor) is connection:
-            del self._lent[descriptor]  # the descriptor has left the shedder by itself
+        if self._at is not None:
+            self._stop(connection, descriptor)
 
     def give_back(self, connection: Lendable) -> None:
-        """Let a lent connection be read by its owner. Only while the shedder is not at work."""
-        if self._lent.get(connection.descriptor) is connection:
-            del self._lent[connection.descriptor]
-            self._library.npu_gr_shed_take_back(self._at, connection.descriptor)
+        """Let a lent connection be read by its owner, who has all that was read of it."""
+        self._stop(connection, connection.descriptor)
         connection.take_back()
-
-    # ---- the shedder's work
 
     def withdraw(self, connection: Lendable) -> None:
         """Let a lent connection be read by its owner from now on, who is about to close it."""
-        is_at_work = self._is_at_work
-        self._take(self._end() if is_at_work else [])
+        lent = self._lent.get(connection.descriptor)
+        if lent is not None and lent.connection is connection:
+            self._library.npu_gr_shed_stop(self._at, connection.descriptor, lent.lent_as)
+            self._take()
         if connection.is_lent:
             self.give_back(connection)
-        if is_at_work:
-            self._begin()
+
+    def _stop(self, connection: Lendable, descriptor: int) -> None:
+        lent = self._lent.get(descriptor)
+        if lent is not None and lent.connection is connection:
+            self._library.npu_gr_shed_stop(self._at, descriptor, lent.lent_as)
+            del self._lent[descriptor]
+
+    # ---- the shedder's work
 
     def release(self, places: int) -> None:
         """Let requests come up for free places."""
@@ -243,56 +261,76 @@ class Shedder:
             self._loop.call_soon(self._look)
 
     def _look(self) -> None:
-        """Take what was read, lend what was offered, and let it go on with what the door says now."""
+        """Take what was read, lend what was offered, and say what is refused from now on."""
         self._is_due = False
         if self._at is None:
             return
-        self._take(self._end() if self._is_at_work else [])
+        self._take()
         self._lend()
-        self._begin()
+        self._turn()
 
-    def _take(self, ups: list[tuple[Lendable, int, Kind[Any, Any] | None, bytes]]) -> None:
-        for connection, why, kind, data in ups:
-            if why == UP_BYTES:
-                connection.read(data)
-            elif why == UP_RETRIES:
+    def _take(self) -> None:
+        """Hand what goes up to its connections, in its order, also where one of them calls this again."""
+        self._collect()
+        while self._taken:
+            up = self._taken.popleft()
+            lent = self._lent.get(up.descriptor)
+            if lent is None or lent.lent_as != up.lent_as:
+                continue  # it was closed meanwhile
+            connection = lent.connection
+            if up.why == UP_BYTES:
+                connection.read(up.data)
+                continue
+            del self._lent[up.descriptor]
+            if up.why == UP_RETRIES:
                 connection.take_back()
                 self._pacer.pause(connection)
             else:
-                connection.take_back(data, kind)
+                connection.take_back(up.data, up.kind)
 
-    def _begin(self) -> None:
-        now_at = time.monotonic()
-        self._patterns = [one for one in self._patterns if now_at - one.used_at < FORGOTTEN_S]
-        for their, pattern in zip(self._their, self._patterns, strict=False):
-            their.key = pattern.key
-            their.key_bytes = len(pattern.key)
-            their.quota = self._room(pattern.kind.name, pattern.tenant, pattern.has_s)
-            their.refused = 0
-        self._is_shut = any(their.quota == 0 for their in self._their[: len(self._patterns)])
-        self._job.num_patterns = len(self._patterns)
-        self._job.most_at_once = FREE if self._pacer.is_patient else -1
-        if self._lent:
-            self._is_at_work = True
-            self._library.npu_gr_shed_post(self._at, self._job)
-
-    def _end(self) -> list[tuple[Lendable, int, Kind[Any, Any] | None, bytes]]:
-        """Let it pause; returns what goes up: connection, why, kind of its request if that is known, bytes."""
-        self._library.npu_gr_shed_wait(self._at)
-        self._is_at_work = False
-        now_at = time.monotonic()
-        job = self._job
-        for their, pattern in zip(self._their[: job.num_patterns], self._patterns[: job.num_patterns], strict=True):
-            if their.refused:
-                pattern.used_at = now_at
-                self._refused(pattern.kind, pattern.has_s, Refusal.LATE, their.refused)
-        num_refused = sum(their.refused for their in self._their[: job.num_patterns])
-        if num_seen := num_refused + job.num_ups:
+    def _collect(self) -> None:
+        """Take what goes up, and count what was refused."""
+        num_refused = num_taken = 0
+        kinds = {pattern.number: pattern.kind for pattern in self._patterns if pattern is not None}
+        while True:  # once more than it brings something: that leaves the buffer with the next call
+            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._num_refused)
+            num_refused += self._count(self._patterns)
+            num_taken += num_ups
+            if not num_ups:
+                break
+            for up in self._ups[:num_ups]:
+                data = bytes(self._buffer[up.offset : up.offset + up.num_bytes])
+                self._taken.append(_Up(up.fd, up.lent_as, up.why, kinds.get(up.pattern), data))
+        if num_seen := num_refused + num_taken:
             self._refused_share += (1 - (1 - WEIGHT) ** num_seen) * (num_refused / num_seen - self._refused_share)
-        ups = []
-        for up in self._ups[: job.num_ups]:
-            connection = self._lent.get(up.fd) if up.why == UP_BYTES else self._lent.pop(up.fd, None)
-            if connection is not None:  # else it was closed meanwhile
-                kind = self._patterns[up.pattern].kind if up.pattern >= 0 else None
-                ups.append((connection, up.why, kind, bytes(self._view[up.offset : up.offset + up.num_bytes])))
-        return ups
+
+    def _count(self, patterns: list[_Pattern | None]) -> int:
+        """Count what the library says that it has refused of each pattern; returns of all."""
+        num_refused = 0
+        for pattern, num in zip(patterns, self._num_refused, strict=True):
+            if num and pattern is not None:
+                pattern.used_at = time.monotonic()
+                self._refused(pattern.kind, pattern.has_s, Refusal.LATE, num)
+                num_refused += num
+        return num_refused
+
+    def _turn(self) -> None:
+        """Say which requests are refused, and how many of them go up."""
+        before = self._patterns.copy()
+        forgotten_at = time.monotonic() - FORGOTTEN_S
+        self._is_shut = False
+        for n, pattern in enumerate(self._patterns):
+            told = self._told[n]
+            if pattern is None or pattern.used_at < forgotten_at:
+                self._patterns[n] = None
+                told.number = 0
+                continue
+            if told.number != pattern.number:
+                told.number = pattern.number
+                told.key = pattern.key
+                told.key_bytes = len(pattern.key)
+            told.quota = self._room(pattern.kind.name, pattern.tenant, pattern.has_s)
+            self._is_shut |= told.quota == 0
+        most_at_once = FREE if self._pacer.is_patient else -1
+        self._library.npu_gr_shed_turn(self._at, self._told, most_at_once, self._num_refused)
+        self._count(before)
