@@ -10,9 +10,9 @@ shedder (`ops/door`), whose thread reads it in our place and needs no GIL:
 
 Neither waits for the other, but for a round of requests where a lent connection is closed. The event loop looks in each
 of its turns that brings something, and the door says then how many requests of each pattern it would take now: so many
-go up, and the others are refused. A pattern is what the door decides by: the request
-line, the headers that it reads, and the tenant. So another tenant's request goes up, and whatever is no plain whole
-HTTP/1.1 request, too. A key that is withdrawn meanwhile gets a 429 for as long as the door refuses.
+go up, and the others are refused. A pattern is what the door decides by: the request line, the headers that it reads,
+and the tenant. So another tenant's request goes up, and whatever is no plain whole HTTP/1.1 request, too. A key that is
+withdrawn meanwhile gets a 429 for as long as the door refuses.
 
 A connection whose caller retries at once goes back, and is paused (`pacing.py`), unless such pauses help nobody.
 
