@@ -53,9 +53,8 @@ enum State : uint8_t { FREE = 0, LENT, IN_HAND, UP };
 struct Place {       // of a descriptor
   uint32_t lent_as;  // the number of its connection: a descriptor that was closed is soon another one's
   State state;
-  bool may_retry;   // false: it carries several callers' requests, and never goes back for coming at once
-  int num_at_once;  // requests in a row that came within RETRY_S of the answer before; the thread's while IN_HAND
   double answered_at;
+  double at_once_since_at;  // each request since then has come within RETRY_S of the answer before
 };
 
 struct Slot {  // of a pattern
@@ -88,10 +87,11 @@ struct Shedder {
   Place *places;          // [MOST_DESCRIPTORS]
   uint32_t num_lent;      // ever
   Slot slots[MOST_PATTERNS];
-  int64_t most_at_once;
+  double most_at_once_s;
   double turned_at;
-  bool has_refused;  // since then
-  Up *ups;           // a ring of most_ups
+  bool has_refused;             // since then
+  int64_t num_read, num_apart;  // requests, and those of them that did not come at once, that were not told yet
+  Up *ups;                      // a ring of most_ups
   int64_t most_ups, first_up, end_up;
   char *buffer;  // a ring, too; what goes up lies in one piece
   int64_t buffer_bytes, first_byte, taken_byte, end_byte;
@@ -121,13 +121,15 @@ double now_s() {
   return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
 }
 
-// Seconds that the newest bytes of a socket have lain in the kernel.
-double received_ago_s(int fd) {
+// When the newest bytes of a socket came, which were read just now: exactly only where that decides whether they came
+// at once, since the kernel's word takes a call.
+double came_since(int fd, double answered_at, double now_at) {
+  if (now_at - answered_at <= RETRY_S) return now_at;
   tcp_info info;
   socklen_t size = offsetof(tcp_info, tcpi_last_data_recv) + sizeof info.tcpi_last_data_recv;
-  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size)) return 0;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size)) return now_at;
   const double ago_s = 1e-3 * info.tcpi_last_data_recv - JIFFY_S;
-  return ago_s > 0 ? ago_s : 0;
+  return ago_s > 0 ? now_at - ago_s : now_at;
 }
 
 // ---- with the mutex held
@@ -152,7 +154,8 @@ bool is_full(const Shedder *shedder) {
          shedder->end_byte - shedder->first_byte + (MOST_EVENTS + 1) * shedder->room_bytes > shedder->buffer_bytes;
 }
 
-void go_up(Shedder *shedder, int fd, int64_t why, int64_t pattern, const char *data, int64_t num_bytes) {
+void go_up(Shedder *shedder, int fd, int64_t why, int64_t pattern, const char *data, int64_t num_bytes,
+           double came_at = 0) {
   Place &place = shedder->places[fd];
   place.state = why == UP_BYTES ? UP : FREE;
   if (place.state == UP)
@@ -166,7 +169,7 @@ void go_up(Shedder *shedder, int fd, int64_t why, int64_t pattern, const char *d
   }
   if (num_bytes) memcpy(shedder->buffer + offset, data, num_bytes);
   shedder->end_byte += num_bytes;
-  shedder->ups[shedder->end_up++ % shedder->most_ups] = {fd, place.lent_as, why, pattern, offset, num_bytes};
+  shedder->ups[shedder->end_up++ % shedder->most_ups] = {fd, place.lent_as, why, pattern, offset, num_bytes, came_at};
 }
 
 void tell(Shedder *shedder) {
@@ -202,13 +205,6 @@ struct Work {
   Refusal refusals[MOST_EVENTS];  // of one round, that are to be written
   int num_refusals = 0;
 
-  // Note that a request was read.
-  void count_at_once(Place &place, int fd) const {
-    double ago_s = now_s() - place.answered_at;
-    if (ago_s > RETRY_S) ago_s -= received_ago_s(fd);
-    place.num_at_once = ago_s <= RETRY_S ? place.num_at_once + 1 : 0;
-  }
-
   // Read a connection, and decide; false: there was nothing to read.
   bool look(const epoll_event &event) {
     const int fd = static_cast<int>(event.data.u64 & 0xffffffff);
@@ -225,7 +221,7 @@ struct Work {
     }
     const ssize_t size = recv(fd, shedder->received, shedder->room_bytes, MSG_DONTWAIT);
     const int error = errno;
-    if (size > 0) count_at_once(place, fd);
+    const double now_at = now_s(), came_at = came_since(fd, place.answered_at, now_at);
     Key key;
     const bool has_key =
         size > 0 && size < shedder->room_bytes && make_key(shedder->received, size, shedder->names, key);
@@ -234,20 +230,23 @@ struct Work {
       place.state = LENT;
       return false;
     }
+    const bool is_apart = came_at - place.answered_at > RETRY_S;
+    if (is_apart && place.at_once_since_at < came_at) place.at_once_since_at = came_at;
+    if (size > 0) ++shedder->num_read, shedder->num_apart += is_apart;
     Slot *slot = has_key ? find(shedder, key) : nullptr;
     const int64_t pattern = slot ? slot->number : 0;
     if (size <= 0 || (slot && has_hung_up)) {
       go_up(shedder, fd, UP_CLOSED, pattern, nullptr, 0);
     } else if (!slot) {
-      go_up(shedder, fd, UP_BYTES, 0, shedder->received, size);
+      go_up(shedder, fd, UP_BYTES, 0, shedder->received, size, came_at);
     } else if (slot->quota > 0) {
       --slot->quota;
       ++slot->num_up;
-      go_up(shedder, fd, UP_BYTES, pattern, shedder->received, size);
+      go_up(shedder, fd, UP_BYTES, pattern, shedder->received, size, came_at);
     } else {
       ++slot->refused;
       shedder->has_refused = true;
-      const bool retries = place.may_retry && shedder->most_at_once >= 0 && place.num_at_once > shedder->most_at_once;
+      const bool retries = now_at - place.at_once_since_at > shedder->most_at_once_s;
       refusals[num_refusals++] = {fd, pattern, retries, next_answer(shedder), 0, 0};
     }
     return true;
@@ -401,7 +400,7 @@ NPU_GR_API Shedder *npu_gr_shed_new(const char *names, const char *answers, cons
   made->most_ups = most_ups;
   made->buffer = static_cast<char *>(malloc(buffer_bytes));
   made->buffer_bytes = buffer_bytes;
-  made->most_at_once = -1;
+  made->most_at_once_s = HUGE_VAL;
   if (made->lent_fd < 0 || made->wake_fd < 0 || made->done_fd < 0 || !made->names_text || !made->answers_text ||
       !made->answer_ends || !made->received || !made->places || !made->ups || !made->buffer) {
     npu_gr_shed_free(made);
@@ -427,15 +426,16 @@ NPU_GR_API int npu_gr_shed_done(const Shedder *shedder) { return shedder->done_f
 // Where the bytes are that go up.
 NPU_GR_API void *npu_gr_shed_buffer(const Shedder *shedder) { return shedder->buffer; }
 
-// Read a connection from now on; returns its number, which no other one has, or 0: it stays its owner's. num_at_once:
-// requests in a row that came at once; below 0: it carries several callers' requests, which are not counted.
-NPU_GR_API int64_t npu_gr_shed_lend(Shedder *shedder, int64_t fd, int num_at_once) {
+// Read a connection from now on; returns its number, which no other one has, or 0: it stays its owner's.
+// at_once_since_at: since when each of its requests has come at once; infinite: it carries several callers' requests,
+// and never goes back for that.
+NPU_GR_API int64_t npu_gr_shed_lend(Shedder *shedder, int64_t fd, double at_once_since_at) {
   if (fd < 0 || fd >= MOST_DESCRIPTORS) return 0;
   Locked locked(shedder);
   Place &place = shedder->places[fd];
   if (place.state == IN_HAND) return 0;  // of a connection before, whose owner did not stop it
   if (++shedder->num_lent == 0) ++shedder->num_lent;
-  place = {shedder->num_lent, LENT, num_at_once >= 0, num_at_once, now_s()};
+  place = {shedder->num_lent, LENT, now_s(), at_once_since_at};
   if (watch(shedder, static_cast<int>(fd), EPOLL_CTL_ADD, true)) return place.lent_as;
   place.state = FREE;
   return 0;
@@ -465,11 +465,14 @@ NPU_GR_API void npu_gr_shed_stop(Shedder *shedder, int64_t fd, int64_t lent_as) 
   epoll_ctl(shedder->lent_fd, EPOLL_CTL_DEL, static_cast<int>(fd), nullptr);
 }
 
-// When a lent connection was answered last, on the monotonic clock. 0: it never was.
-NPU_GR_API double npu_gr_shed_answered_at(Shedder *shedder, int64_t fd) {
-  if (fd < 0 || fd >= MOST_DESCRIPTORS) return 0;
+// Say when a lent connection was answered last, and since when each of its requests has come at once, on the monotonic
+// clock. 0: it was not lent.
+NPU_GR_API void npu_gr_shed_times(Shedder *shedder, int64_t fd, double *answered_at, double *at_once_since_at) {
+  *answered_at = *at_once_since_at = 0;
+  if (fd < 0 || fd >= MOST_DESCRIPTORS) return;
   Locked locked(shedder);
-  return shedder->places[fd].answered_at;
+  *answered_at = shedder->places[fd].answered_at;
+  *at_once_since_at = shedder->places[fd].at_once_since_at;
 }
 
 // Write the key of a request; returns its bytes, -1: it has none.
@@ -481,8 +484,9 @@ NPU_GR_API int64_t npu_gr_shed_key(const Shedder *shedder, const char *data, int
 }
 
 // Take all that goes up: `ups` has room for most_ups. Returns how many, and in `refused` [MOST_PATTERNS] how many
-// requests of each pattern were refused here since the last time. What the last call returned leaves the buffer.
-NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, int64_t *refused) {
+// requests of each pattern were refused here since the last time. read: how many were read since
+// then, and how many of them did not come at once. What the last call returned leaves the buffer.
+NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, int64_t *refused, int64_t *read) {
   Locked locked(shedder);
   shedder->first_byte = shedder->taken_byte;
   shedder->taken_byte = shedder->end_byte;
@@ -490,6 +494,8 @@ NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, int64_t *refused)
   while (shedder->first_up != shedder->end_up) ups[count++] = shedder->ups[shedder->first_up++ % shedder->most_ups];
   for (Slot &slot : shedder->slots) slot.num_up = 0;
   count_refused(shedder, refused);
+  read[0] = shedder->num_read, read[1] = shedder->num_apart;
+  shedder->num_read = shedder->num_apart = 0;
   eventfd_t times;
   if (shedder->has_told) eventfd_read(shedder->done_fd, &times);
   shedder->has_told = false;
@@ -500,10 +506,10 @@ NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, int64_t *refused)
   return count;
 }
 
-// Say which requests are refused from now on, and how many of them go up. patterns: [MOST_PATTERNS]. most_at_once: a
-// connection with more requests in a row that came at once goes back; below 0: none does. refused: of the patterns
+// Say which requests are refused from now on, and how many of them go up. patterns: [MOST_PATTERNS].
+// most_at_once_s: a connection whose requests have come at once for longer goes back. refused: of the patterns
 // until now, as `take` says it.
-NPU_GR_API void npu_gr_shed_turn(Shedder *shedder, const Pattern *patterns, int64_t most_at_once, int64_t *refused) {
+NPU_GR_API void npu_gr_shed_turn(Shedder *shedder, const Pattern *patterns, double most_at_once_s, int64_t *refused) {
   Locked locked(shedder);
   count_refused(shedder, refused);
   for (int n = 0; n < MOST_PATTERNS; ++n) {
@@ -517,7 +523,7 @@ NPU_GR_API void npu_gr_shed_turn(Shedder *shedder, const Pattern *patterns, int6
     }
     slot.quota = pattern.quota > slot.num_up ? pattern.quota - slot.num_up : 0;
   }
-  shedder->most_at_once = most_at_once;
+  shedder->most_at_once_s = most_at_once_s;
   shedder->turned_at = now_s();
   shedder->has_refused = false;
 }

@@ -30,6 +30,7 @@ struct Up {
   int64_t pattern;  // the number of that of the request that was read; 0: it has none
   int64_t offset;   // of the bytes in the buffer; they stay there until the next `take`
   int64_t num_bytes;
+  double came_at;  // of BYTES: when, on the monotonic clock
 };
 }
 

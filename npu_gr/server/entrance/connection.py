@@ -45,6 +45,7 @@ class Connection(web.RequestHandler):
     __slots__ = (
         "_abort_handshake",
         "_answering_since_at",
+        "_came_at",
         "_came_in_pieces",
         "_chunks",
         "_close_when_idle",
@@ -66,13 +67,13 @@ class Connection(web.RequestHandler):
         "_unread",
         "_was_paused",
         "_wire",
+        "at_once_since_at",
         "began_at",
         "has_s",
         "is_lent",
         "is_trusted",
         "key",
         "listener",
-        "num_at_once",
         "refused_at",
         "served",
         "slot",
@@ -100,10 +101,11 @@ class Connection(web.RequestHandler):
         self.slot: Slot | None = None  # of the request that is served
         self.key: Key | None = None  # of the present request; None = it needs none, or its head is not whole
         self.refused_at = float("-inf")
-        self.num_at_once = 0
+        self.at_once_since_at = 0.0
         self.is_trusted = False
         self._is_paused = False
         self._was_paused = False  # before the request that comes now
+        self._came_at = float("inf")  # when the shedder read the request that comes now
         self._came_in_pieces = False  # the request did
         self.is_lent = False  # to the shedder, which reads in our place
         self._is_shed = False  # a request like the present one may be refused without asking, once it was refused
@@ -227,8 +229,9 @@ class Connection(web.RequestHandler):
         self._pause_transport_reading()
         return self.descriptor
 
-    def read(self, data: bytes) -> None:
-        """Take what the shedder has read; it reads no more until that is answered."""
+    def read(self, data: bytes, came_at: float) -> None:
+        """Take what the shedder has read, and when; it reads no more until that is answered."""
+        self._came_at = came_at
         self.data_received(data)
         if self.is_lent and self.state in (State.RECEIVING, State.HELD) and self._entrance.shedder is not None:
             self._entrance.shedder.give_back(self)  # the rest comes in pieces
@@ -237,7 +240,8 @@ class Connection(web.RequestHandler):
         """Read again, after the shedder; `Lendable` has the arguments."""
         self.is_lent = False
         if self._entrance.shedder is not None:
-            self.began_at = max(self.began_at, self._entrance.shedder.answered_at(self.descriptor))
+            answered_at, self.at_once_since_at = self._entrance.shedder.times(self.descriptor)
+            self.began_at = max(self.began_at, answered_at)
         if was_abandoned is not None:
             self._entrance.abandoned(was_abandoned, self._kernel.received_ago_s())
             self.force_close()
@@ -288,7 +292,7 @@ class Connection(web.RequestHandler):
             return self._closed_at + config.write_timeout_s, None
         if self.state is State.IDLE:
             if self.is_lent and self._entrance.shedder is not None:
-                self.began_at = max(self.began_at, self._entrance.shedder.answered_at(self.descriptor))
+                self.began_at = max(self.began_at, self._entrance.shedder.times(self.descriptor)[0])
             since_s = config.idle_timeout_s if self.served else config.header_timeout_s
             if self.served and self._is_unsent():
                 since_s = min(since_s, config.write_timeout_s)
@@ -337,8 +341,10 @@ class Connection(web.RequestHandler):
                 self.state = State.RECEIVING
                 self._read_at = time.monotonic()
                 idle_since_at = self.began_at
-                self.began_at = self._read_at - self._kernel.received_ago_s()
-                self.num_at_once = self.num_at_once + 1 if self.began_at - idle_since_at <= RETRY_S else 0
+                self.began_at = min(self._read_at - self._kernel.received_ago_s(), self._came_at)
+                self._came_at = float("inf")
+                if self.began_at - idle_since_at > RETRY_S or not self.at_once_since_at:
+                    self.at_once_since_at = self.began_at
             try:
                 num_bytes = self._framed()
             except BadRequest as error:
@@ -546,9 +552,8 @@ class Connection(web.RequestHandler):
         was_waiting = self._ticket is not None
         self._ticket = None
         self._request = b""
-        pacer = self._entrance.pacer
-        if not self.is_trusted and (not self._is_shed or pacer.is_patient):
-            pacer.refused(self, self.began_at)
+        if not self.is_trusted:
+            self._entrance.pacer.refused(self, self.began_at)
         self._refuse(reason, at_once=not was_waiting)
         if was_waiting and self._unread:
             self._loop.call_soon(self._advance)

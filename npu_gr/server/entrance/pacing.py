@@ -8,9 +8,12 @@ as nobody waits and a place is free, the paused are read at once.
 A lone refusal pauses nobody, and a proxy never is: its connections carry other callers' requests.
 
 A pause helps where the caller waits for the answer before it asks again. An open loop does not: a pause only makes its
-requests older. After a standstill all connections of such a caller are in use, and look like those of one that
-retries. So the first `FREE` requests that come at once are no retries, which lets a short queue drain; and where many
-hang up in a pause, pauses become short for some seconds, which lets a long one drain.
+requests older. After a standstill all connections of such a caller are in use, each sends its next request at once, and
+they look like those of one that retries, until their queue has drained. So only a long run of such requests is a retry:
+
+    RUN_S        where all that comes has long come at once
+    LONG_RUN_S   where some came apart not long ago: there are callers who do not wait
+    twice that   and twice again, where many hung up in a pause; half of it `FORGETS_S` later
 """
 
 from __future__ import annotations
@@ -26,10 +29,15 @@ BESIDE = 10.0  # what a refusal and its pause cost over what is timed of it: the
 GUESS_S = 7e-6  # what is timed of one, until there was one
 WEIGHT = 1 / 32  # of one more
 MOST_S = 0.5  # the longest pause, before its spread
-FREE = 4  # requests in a row that come at once before one is a retry: a caller whose queue drains sends as many
+RUN_S = 0.1  # of requests that come at once, before one is a retry
+LONG_RUN_S = 1.0  # in it the queue of a standstill of .1 s drains
+MOST_RUN_S = 64.0
+APART = 1 / 4  # of the newest requests; then callers are among them who do not wait
+NEWEST = 1 / 256  # weight of one more request in that
 IMPATIENT = 1 / 8  # of the paused hang up: pauses age an open loop's requests, and bring no fewer of them
 OVER = 1 / 64  # weight of one more that was paused
-LEAST_S = 1e-3  # the longest pause then; it doubles every second
+DOUBLES_S = 1.0  # from one doubling to the next
+FORGETS_S = 10.0
 RETRY_S = 0.01  # by when the request reached the kernel; an open loop, which no pause can hold, comes later
 SPREAD = 0.5  # of the pause, up and down: they do not all come back at once
 
@@ -38,7 +46,7 @@ class Paced(Protocol):
     """A connection that can be paused."""
 
     refused_at: float  # when it was refused last
-    num_at_once: int  # requests in a row that came within `RETRY_S` of the answer before
+    at_once_since_at: float  # each request since then has come within `RETRY_S` of the answer before
 
     def pause(self) -> None:
         """Stop reading."""
@@ -74,7 +82,10 @@ class Pacer:
         self._wakes_at = float("inf")
         self._took_s = GUESS_S
         self._hung_up = 0.0  # share of the paused
-        self._impatient_at = float("-inf")  # when it was too large last
+        self._impatient_at = float("-inf")  # when it was found too large
+        self._impatient_run_s = 0.0  # how long a run had to be from then on
+        self._apart = 0.0  # share of the newest requests
+        self._apart_at = float("-inf")  # when it was large last
 
     def __len__(self) -> int:
         return len(self._paused)
@@ -87,7 +98,10 @@ class Pacer:
             arrived_at: when its request reached the kernel.
         """
         now_at = self._clock()
-        retried = connection.num_at_once > FREE and arrived_at - connection.refused_at <= RETRY_S
+        if connection.refused_at > float("-inf"):
+            self.saw(1, int(connection.at_once_since_at >= arrived_at))
+        is_long = now_at - connection.at_once_since_at > self.run_s
+        retried = is_long and arrived_at - connection.refused_at <= RETRY_S
         connection.refused_at = now_at
         if retried:
             self.pause(connection)
@@ -95,7 +109,7 @@ class Pacer:
     def pause(self, connection: Paced) -> None:
         """Pause a connection whose caller retries at once."""
         now_at = self._clock()
-        pause_s = min((len(self._paused) + self._num_waiting() + 1) / self.refusals_per_s, self._most_s(now_at))
+        pause_s = min((len(self._paused) + self._num_waiting() + 1) / self.refusals_per_s, MOST_S)
         resume_at = now_at + pause_s * random.uniform(1 - SPREAD, 1 + SPREAD)  # noqa: S311  (spread)
         number = self._paused[connection] = next(self._numbers)
         heapq.heappush(self._heap, (resume_at, number, connection))
@@ -105,9 +119,26 @@ class Pacer:
             self._call_at(resume_at, self._wake)
 
     @property
-    def is_patient(self) -> bool:
-        """Whether callers wait for us: to pause a connection helps."""
-        return self._most_s(self._clock()) == MOST_S
+    def run_s(self) -> float:
+        """For how long a caller's requests must have come at once for one to be a retry."""
+        now_at = self._clock()
+        least_s = LONG_RUN_S if now_at - self._apart_at < LONG_RUN_S else RUN_S
+        return max(least_s, self._learnt_run_s(now_at))
+
+    def _learnt_run_s(self, now_at: float) -> float:
+        return self._impatient_run_s * 0.5 ** min((now_at - self._impatient_at) / FORGETS_S, 64.0)
+
+    def saw(self, num: int, num_apart: int) -> None:
+        """Learn whether callers wait for answers before they ask again.
+
+        Args:
+            num: requests of callers who were refused before.
+            num_apart: of them, that did not come at once.
+        """
+        if num:
+            self._apart += (1 - (1 - NEWEST) ** num) * (num_apart / num - self._apart)
+        if num_apart and self._apart > APART:
+            self._apart_at = self._clock()
 
     @property
     def refusals_per_s(self) -> float:
@@ -125,12 +156,10 @@ class Pacer:
             has_hung_up: its caller did not wait for the answer.
         """
         self._hung_up += OVER * (has_hung_up - self._hung_up)
-        if self._hung_up > IMPATIENT:
-            self._impatient_at = self._clock()
-
-    def _most_s(self, now_at: float) -> float:
-        """The longest pause at this instant."""
-        return min(MOST_S, LEAST_S * 2 ** min(now_at - self._impatient_at, 16.0))
+        now_at = self._clock()
+        if self._hung_up > IMPATIENT and now_at - self._impatient_at >= DOUBLES_S:
+            self._impatient_run_s = min(max(LONG_RUN_S, 2 * self._learnt_run_s(now_at)), MOST_RUN_S)
+            self._impatient_at = now_at
 
     def forget(self, connection: Paced) -> None:
         """Forget a connection that is closed."""

@@ -42,6 +42,7 @@ class Up(ctypes.Structure):
         ("pattern", c_int64),
         ("offset", c_int64),
         ("num_bytes", c_int64),
+        ("came_at", c_double),
     ]
 
 
@@ -63,13 +64,13 @@ def load(library: Path = LIBRARY) -> ctypes.PyDLL | None:
         ("free", None, [c_void_p]),
         ("done", c_int, [c_void_p]),
         ("buffer", c_void_p, [c_void_p]),
-        ("lend", c_int64, [c_void_p, c_int64, c_int]),
+        ("lend", c_int64, [c_void_p, c_int64, c_double]),
         ("resume", None, [c_void_p, c_int64, c_int64]),
         ("stop", None, [c_void_p, c_int64, c_int64]),
-        ("answered_at", c_double, [c_void_p, c_int64]),
+        ("times", None, [c_void_p, c_int64, POINTER(c_double), POINTER(c_double)]),
         ("key", c_int64, [c_void_p, c_char_p, c_int64, c_char_p]),
-        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(c_int64)]),
-        ("turn", None, [c_void_p, POINTER(Pattern), c_int64, POINTER(c_int64)]),
+        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(c_int64), POINTER(c_int64)]),
+        ("turn", None, [c_void_p, POINTER(Pattern), c_double, POINTER(c_int64)]),
     ):
         function = getattr(found, f"npu_gr_shed_{name}")
         function.restype = result

@@ -27,13 +27,13 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from ctypes import c_int64
+from ctypes import byref, c_double, c_int64
 from typing import Any, NamedTuple, Protocol
 
 from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import Kind
 from npu_gr.server.entrance import answers, shed_library
-from npu_gr.server.entrance.pacing import FREE, Paced, Pacer
+from npu_gr.server.entrance.pacing import Paced, Pacer
 from npu_gr.server.entrance.shed_library import MOST_PATTERNS, UP_BYTES, UP_RETRIES
 from npu_gr.server.headers import BUDGET_HEADERS
 
@@ -66,8 +66,8 @@ class Lendable(Paced, Protocol):
         """Read no more; returns the descriptor."""
         ...
 
-    def read(self, data: bytes) -> None:
-        """Take what came while it was lent."""
+    def read(self, data: bytes, came_at: float) -> None:
+        """Take what came while it was lent, and when."""
         ...
 
     def take_back(self, unsent: bytes = b"", was_abandoned: Kind[Any, Any] | None = None) -> None:
@@ -107,6 +107,7 @@ class _Up(NamedTuple):
     why: int
     kind: Kind[Any, Any] | None  # of the request that was read, if that is known
     data: bytes
+    came_at: float  # on the monotonic clock
 
 
 class Shedder:
@@ -150,6 +151,7 @@ class Shedder:
         self._key = ctypes.create_string_buffer(MAX_KEY_BYTES)
         self._ups = (shed_library.Up * MOST_UPS)()
         self._num_refused = (c_int64 * MOST_PATTERNS)()
+        self._num_read = (c_int64 * 2)()  # and how many of them came apart
         self._told = (shed_library.Pattern * MOST_PATTERNS)()  # what the library knows
         self._patterns: list[_Pattern | None] = [None] * MOST_PATTERNS  # each keeps its place
         self._numbers = itertools.count(1)
@@ -171,9 +173,11 @@ class Shedder:
     def __len__(self) -> int:
         return len(self._lent)
 
-    def answered_at(self, descriptor: int) -> float:
-        """Say when a lent connection was answered last, on the monotonic clock."""
-        return float(self._library.npu_gr_shed_answered_at(self._at, descriptor))
+    def times(self, descriptor: int) -> tuple[float, float]:
+        """Say when a lent connection was answered last, and since when its requests have come at once (`Paced`)."""
+        answered_at, at_once_since_at = c_double(), c_double()
+        self._library.npu_gr_shed_times(self._at, descriptor, byref(answered_at), byref(at_once_since_at))
+        return answered_at.value, at_once_since_at.value
 
     # ---- patterns
 
@@ -217,8 +221,8 @@ class Shedder:
                     self.give_back(connection)
             elif can_be_lent:
                 descriptor = connection.lend()
-                num_at_once = -1 if connection.is_trusted else connection.num_at_once
-                if lent_as := self._library.npu_gr_shed_lend(self._at, descriptor, num_at_once):
+                since_at = float("inf") if connection.is_trusted else connection.at_once_since_at
+                if lent_as := self._library.npu_gr_shed_lend(self._at, descriptor, since_at):
                     self._lent[descriptor] = _Lent(connection, lent_as)
                 else:
                     connection.take_back()
@@ -279,7 +283,7 @@ class Shedder:
                 continue  # it was closed meanwhile
             connection = lent.connection
             if up.why == UP_BYTES:
-                connection.read(up.data)
+                connection.read(up.data, up.came_at)
                 continue
             del self._lent[up.descriptor]
             if up.why == UP_RETRIES:
@@ -293,14 +297,15 @@ class Shedder:
         num_refused = num_taken = 0
         kinds = {pattern.number: pattern.kind for pattern in self._patterns if pattern is not None}
         while True:  # once more than it brings something: that leaves the buffer with the next call
-            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._num_refused)
+            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._num_refused, self._num_read)
+            self._pacer.saw(*self._num_read)
             num_refused += self._count(self._patterns)
             num_taken += num_ups
             if not num_ups:
                 break
             for up in self._ups[:num_ups]:
                 data = bytes(self._buffer[up.offset : up.offset + up.num_bytes])
-                self._taken.append(_Up(up.fd, up.lent_as, up.why, kinds.get(up.pattern), data))
+                self._taken.append(_Up(up.fd, up.lent_as, up.why, kinds.get(up.pattern), data, up.came_at))
         if num_seen := num_refused + num_taken:
             self._refused_share += (1 - (1 - WEIGHT) ** num_seen) * (num_refused / num_seen - self._refused_share)
 
@@ -331,6 +336,5 @@ class Shedder:
                 told.key_bytes = len(pattern.key)
             told.quota = self._room(pattern.kind.name, pattern.tenant, pattern.has_s)
             self._is_shut |= told.quota == 0
-        most_at_once = FREE if self._pacer.is_patient else -1
-        self._library.npu_gr_shed_turn(self._at, self._told, most_at_once, self._num_refused)
+        self._library.npu_gr_shed_turn(self._at, self._told, self._pacer.run_s, self._num_refused)
         self._count(before)
