@@ -44,6 +44,7 @@ namespace {
 enum { MOST_EVENTS = 16, MOST_SEEN = 256 };  // connections of one round, and of one sweep
 enum { MOST_DESCRIPTORS = 1 << 20 };         // of the process; what has a higher number is not lent
 const double SWEEP_S = 0.001;                // between two sweeps: each takes all that came, and a refusal is no later
+const double REST_S = 2e-5;    // after a sweep, for each that it has seen: more refusals take cores that serve
 const double TELL_S = 0.002;   // from `turn` to the owner's next look, while requests are refused: quotas grow old
 const double RETRY_S = 0.01;   // as RETRY_S of npu_gr/server/entrance/pacing.py
 const double JIFFY_S = 0.004;  // the step of the kernel's clock
@@ -89,9 +90,8 @@ struct Shedder {
   Slot slots[MOST_PATTERNS];
   double most_at_once_s;
   double turned_at;
-  bool has_refused;             // since then
-  int64_t num_read, num_apart;  // requests, and those of them that did not come at once, that were not told yet
-  Up *ups;                      // a ring of most_ups
+  bool has_refused;  // since then
+  Up *ups;           // a ring of most_ups
   int64_t most_ups, first_up, end_up;
   char *buffer;  // a ring, too; what goes up lies in one piece
   int64_t buffer_bytes, first_byte, taken_byte, end_byte;
@@ -230,9 +230,7 @@ struct Work {
       place.state = LENT;
       return false;
     }
-    const bool is_apart = came_at - place.answered_at > RETRY_S;
-    if (is_apart && place.at_once_since_at < came_at) place.at_once_since_at = came_at;
-    if (size > 0) ++shedder->num_read, shedder->num_apart += is_apart;
+    if (came_at - place.answered_at > RETRY_S && place.at_once_since_at < came_at) place.at_once_since_at = came_at;
     Slot *slot = has_key ? find(shedder, key) : nullptr;
     const int64_t pattern = slot ? slot->number : 0;
     if (size <= 0 || (slot && has_hung_up)) {
@@ -284,17 +282,16 @@ struct Work {
     return !is_full(shedder) && !shedder->ends;
   }
 
-  // Look at the connections that have something to read, in rounds; true: some had.
-  bool sweep() {
+  // Look at the connections that have something to read, in rounds; returns how many had.
+  int sweep() {
     epoll_event events[MOST_EVENTS];
-    bool has_seen = false;
-    int found = MOST_EVENTS;
-    for (int most = MOST_SEEN; found == MOST_EVENTS && most > 0 && may_go_on(); most -= found) {
+    int num_seen = 0;
+    for (int found = MOST_EVENTS; found == MOST_EVENTS && num_seen < MOST_SEEN && may_go_on();) {
       found = epoll_wait(shedder->lent_fd, events, MOST_EVENTS, 0);
-      for (int n = 0; n < found; ++n) has_seen |= look(events[n]);
+      for (int n = 0; n < found; ++n) num_seen += look(events[n]);
       answer();
     }
-    return has_seen;
+    return num_seen;
   }
 
   // Sleep until the owner wants something, requests have come (`for_requests`), or so many seconds have passed (below
@@ -309,9 +306,9 @@ struct Work {
 
   void run() {
     while (true) {
-      const bool has_seen = sweep();
+      const int num_seen = sweep();
       bool for_requests = false;
-      double seconds = SWEEP_S;
+      double seconds = fmax(SWEEP_S, num_seen * REST_S);
       {
         Locked locked(shedder);
         if (shedder->ends) return;
@@ -320,7 +317,7 @@ struct Work {
         shedder->waits_for_room = is_full(shedder);
         if (shedder->waits_for_room) {
           seconds = -1;
-        } else if (!has_seen) {
+        } else if (!num_seen) {
           for_requests = true;
           seconds = shedder->has_told || !shedder->has_refused ? -1 : tell_in_s;
         }
@@ -484,9 +481,8 @@ NPU_GR_API int64_t npu_gr_shed_key(const Shedder *shedder, const char *data, int
 }
 
 // Take all that goes up: `ups` has room for most_ups. Returns how many, and in `refused` [MOST_PATTERNS] how many
-// requests of each pattern were refused here since the last time. read: how many were read since
-// then, and how many of them did not come at once. What the last call returned leaves the buffer.
-NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, int64_t *refused, int64_t *read) {
+// requests of each pattern were refused here since the last time. What the last call returned leaves the buffer.
+NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, int64_t *refused) {
   Locked locked(shedder);
   shedder->first_byte = shedder->taken_byte;
   shedder->taken_byte = shedder->end_byte;
@@ -494,8 +490,6 @@ NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, int64_t *refused,
   while (shedder->first_up != shedder->end_up) ups[count++] = shedder->ups[shedder->first_up++ % shedder->most_ups];
   for (Slot &slot : shedder->slots) slot.num_up = 0;
   count_refused(shedder, refused);
-  read[0] = shedder->num_read, read[1] = shedder->num_apart;
-  shedder->num_read = shedder->num_apart = 0;
   eventfd_t times;
   if (shedder->has_told) eventfd_read(shedder->done_fd, &times);
   shedder->has_told = false;

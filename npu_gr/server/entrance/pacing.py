@@ -9,11 +9,8 @@ A lone refusal pauses nobody, and a proxy never is: its connections carry other 
 
 A pause helps where the caller waits for the answer before it asks again. An open loop does not: a pause only makes its
 requests older. After a standstill all connections of such a caller are in use, each sends its next request at once, and
-they look like those of one that retries, until their queue has drained. So only a long run of such requests is a retry:
-
-    RUN_S        where all that comes has long come at once
-    LONG_RUN_S   where some came apart not long ago: there are callers who do not wait
-    twice that   and twice again, where many hung up in a pause; half of it `FORGETS_S` later
+they look like those of one that retries, until their queue has drained. So only a run of such requests that lasts
+`RUN_S` is a retry; twice that, and twice again, where many hung up in a pause, and half of it `FORGETS_S` later.
 """
 
 from __future__ import annotations
@@ -29,11 +26,8 @@ BESIDE = 10.0  # what a refusal and its pause cost over what is timed of it: the
 GUESS_S = 7e-6  # what is timed of one, until there was one
 WEIGHT = 1 / 32  # of one more
 MOST_S = 0.5  # the longest pause, before its spread
-RUN_S = 0.1  # of requests that come at once, before one is a retry
-LONG_RUN_S = 1.0  # in it the queue of a standstill of .1 s drains
+RUN_S = 0.5  # of requests that come at once, before one is a retry: in it the queue of a standstill of .1 s drains
 MOST_RUN_S = 64.0
-APART = 1 / 4  # of the newest requests; then callers are among them who do not wait
-NEWEST = 1 / 256  # weight of one more request in that
 IMPATIENT = 1 / 8  # of the paused hang up: pauses age an open loop's requests, and bring no fewer of them
 OVER = 1 / 64  # weight of one more that was paused
 DOUBLES_S = 1.0  # from one doubling to the next
@@ -83,9 +77,7 @@ class Pacer:
         self._took_s = GUESS_S
         self._hung_up = 0.0  # share of the paused
         self._impatient_at = float("-inf")  # when it was found too large
-        self._impatient_run_s = 0.0  # how long a run had to be from then on
-        self._apart = 0.0  # share of the newest requests
-        self._apart_at = float("-inf")  # when it was large last
+        self._impatient_run_s = RUN_S  # how long a run had to be from then on
 
     def __len__(self) -> int:
         return len(self._paused)
@@ -98,8 +90,6 @@ class Pacer:
             arrived_at: when its request reached the kernel.
         """
         now_at = self._clock()
-        if connection.refused_at > float("-inf"):
-            self.saw(1, int(connection.at_once_since_at >= arrived_at))
         is_long = now_at - connection.at_once_since_at > self.run_s
         retried = is_long and arrived_at - connection.refused_at <= RETRY_S
         connection.refused_at = now_at
@@ -121,24 +111,8 @@ class Pacer:
     @property
     def run_s(self) -> float:
         """For how long a caller's requests must have come at once for one to be a retry."""
-        now_at = self._clock()
-        least_s = LONG_RUN_S if now_at - self._apart_at < LONG_RUN_S else RUN_S
-        return max(least_s, self._learnt_run_s(now_at))
-
-    def _learnt_run_s(self, now_at: float) -> float:
-        return self._impatient_run_s * 0.5 ** min((now_at - self._impatient_at) / FORGETS_S, 64.0)
-
-    def saw(self, num: int, num_apart: int) -> None:
-        """Learn whether callers wait for answers before they ask again.
-
-        Args:
-            num: requests of callers who were refused before.
-            num_apart: of them, that did not come at once.
-        """
-        if num:
-            self._apart += (1 - (1 - NEWEST) ** num) * (num_apart / num - self._apart)
-        if num_apart and self._apart > APART:
-            self._apart_at = self._clock()
+        halves = min((self._clock() - self._impatient_at) / FORGETS_S, 64.0)
+        return max(RUN_S, self._impatient_run_s * 0.5**halves)
 
     @property
     def refusals_per_s(self) -> float:
@@ -158,7 +132,7 @@ class Pacer:
         self._hung_up += OVER * (has_hung_up - self._hung_up)
         now_at = self._clock()
         if self._hung_up > IMPATIENT and now_at - self._impatient_at >= DOUBLES_S:
-            self._impatient_run_s = min(max(LONG_RUN_S, 2 * self._learnt_run_s(now_at)), MOST_RUN_S)
+            self._impatient_run_s = min(2 * self.run_s, MOST_RUN_S)
             self._impatient_at = now_at
 
     def forget(self, connection: Paced) -> None:

@@ -69,7 +69,7 @@ def load(library: Path = LIBRARY) -> ctypes.PyDLL | None:
         ("stop", None, [c_void_p, c_int64, c_int64]),
         ("times", None, [c_void_p, c_int64, POINTER(c_double), POINTER(c_double)]),
         ("key", c_int64, [c_void_p, c_char_p, c_int64, c_char_p]),
-        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(c_int64), POINTER(c_int64)]),
+        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(c_int64)]),
         ("turn", None, [c_void_p, POINTER(Pattern), c_double, POINTER(c_int64)]),
     ):
         function = getattr(found, f"npu_gr_shed_{name}")

@@ -151,7 +151,6 @@ class Shedder:
         self._key = ctypes.create_string_buffer(MAX_KEY_BYTES)
         self._ups = (shed_library.Up * MOST_UPS)()
         self._num_refused = (c_int64 * MOST_PATTERNS)()
-        self._num_read = (c_int64 * 2)()  # and how many of them came apart
         self._told = (shed_library.Pattern * MOST_PATTERNS)()  # what the library knows
         self._patterns: list[_Pattern | None] = [None] * MOST_PATTERNS  # each keeps its place
         self._numbers = itertools.count(1)
@@ -297,8 +296,7 @@ class Shedder:
         num_refused = num_taken = 0
         kinds = {pattern.number: pattern.kind for pattern in self._patterns if pattern is not None}
         while True:  # once more than it brings something: that leaves the buffer with the next call
-            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._num_refused, self._num_read)
-            self._pacer.saw(*self._num_read)
+            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._num_refused)
             num_refused += self._count(self._patterns)
             num_taken += num_ups
             if not num_ups:
