@@ -10,7 +10,8 @@ A lone refusal pauses nobody, and a proxy never is: its connections carry other 
 A pause helps where the caller waits for the answer before it asks again. An open loop does not: a pause only makes its
 requests older. After a standstill all connections of such a caller are in use, each sends its next request at once, and
 they look like those of one that retries, until their queue has drained. So only a run of such requests that lasts
-`RUN_S` is a retry; twice that, and twice again, where many hung up in a pause, and half of it `FORGETS_S` later.
+`RUN_S` is a retry; four times that, and four times again, where many hung up in a pause, and half of it `FORGETS_S`
+later.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RUN_S = 0.5  # of requests that come at once, before one is a retry: in it the q
 MOST_RUN_S = 64.0
 IMPATIENT = 1 / 8  # of the paused hang up: pauses age an open loop's requests, and bring no fewer of them
 OVER = 1 / 64  # weight of one more that was paused
-DOUBLES_S = 1.0  # from one doubling to the next
+LEARNS_S = 1.0  # from one time that this is found to the next
 FORGETS_S = 10.0
 RETRY_S = 0.01  # by when the request reached the kernel; an open loop, which no pause can hold, comes later
 SPREAD = 0.5  # of the pause, up and down: they do not all come back at once
@@ -112,7 +113,7 @@ class Pacer:
     def run_s(self) -> float:
         """For how long a caller's requests must have come at once for one to be a retry."""
         halves = min((self._clock() - self._impatient_at) / FORGETS_S, 64.0)
-        return max(RUN_S, self._impatient_run_s * 0.5**halves)
+        return float(max(RUN_S, self._impatient_run_s * 0.5**halves))
 
     @property
     def refusals_per_s(self) -> float:
@@ -131,8 +132,8 @@ class Pacer:
         """
         self._hung_up += OVER * (has_hung_up - self._hung_up)
         now_at = self._clock()
-        if self._hung_up > IMPATIENT and now_at - self._impatient_at >= DOUBLES_S:
-            self._impatient_run_s = min(2 * self.run_s, MOST_RUN_S)
+        if self._hung_up > IMPATIENT and now_at - self._impatient_at >= LEARNS_S:
+            self._impatient_run_s = min(4 * self.run_s, MOST_RUN_S)
             self._impatient_at = now_at
 
     def forget(self, connection: Paced) -> None:

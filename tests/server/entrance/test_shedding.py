@@ -60,18 +60,19 @@ class Bare:
         num_bytes = self.library.npu_gr_shed_key(self.at, request, len(request), key)
         return None if num_bytes < 0 else key.raw[:num_bytes]
 
-    def lend(self, ours: socket.socket, num_at_once: int = 0) -> int:
+    def lend(self, ours: socket.socket, at_once_since_at: float = 0.0) -> int:
         """Lend a connection; returns its number."""
-        lent_as: int = self.library.npu_gr_shed_lend(self.at, ours.fileno(), num_at_once)
+        lent_as: int = self.library.npu_gr_shed_lend(self.at, ours.fileno(), at_once_since_at)
         assert lent_as
+        self.lent_as = lent_as
         return lent_as
 
-    def refuse(self, request: bytes, quota: int = 0, most_at_once: int = -1) -> None:
+    def refuse(self, request: bytes, quota: int = 0, most_at_once_s: float = float("inf")) -> None:
         """Refuse requests like one from now on."""
         key = self.key(request)
         assert key is not None
         self.patterns[0] = shed_library.Pattern(number=1, key=key, key_bytes=len(key), quota=quota)
-        self.library.npu_gr_shed_turn(self.at, self.patterns, most_at_once, self.num_refused)
+        self.library.npu_gr_shed_turn(self.at, self.patterns, most_at_once_s, self.num_refused)
         self.refused += self.num_refused[0]
 
     def take(self, num_ups: int = 0) -> list[tuple[int, int, bytes]]:
@@ -337,7 +338,7 @@ def test_a_pattern_that_makes_room_for_another_is_counted_until_then(
     caller.sendall(WHOLE)
     assert caller.recv(4096) == ANSWER
     bare.patterns[0].number = 0
-    bare.library.npu_gr_shed_turn(bare.at, bare.patterns, -1, bare.num_refused)
+    bare.library.npu_gr_shed_turn(bare.at, bare.patterns, 0.0, bare.num_refused)
     assert bare.num_refused[0] == 1
     caller.sendall(WHOLE)
     assert bare.take(1) == [(ours.fileno(), UP_BYTES, WHOLE)]
@@ -387,26 +388,57 @@ def test_what_finds_no_room_in_the_socket_goes_up(bare: Bare) -> None:
     ours.close()
 
 
-@pytest.mark.parametrize("num_at_once", [0, -1])
-@pytest.mark.parametrize("most_at_once", [4, -1])
+@pytest.mark.parametrize("is_proxy", [False, True])
 def test_a_caller_that_retries_at_once_goes_back_but_a_proxy_does_not(
-    bare: Bare, pair: tuple[socket.socket, socket.socket], num_at_once: int, most_at_once: int
+    bare: Bare, pair: tuple[socket.socket, socket.socket], is_proxy: bool
 ) -> None:
     caller, ours = pair
-    bare.refuse(WHOLE, most_at_once=most_at_once)
-    bare.lend(ours, num_at_once)
-    for _ in range(4):
+    bare.refuse(WHOLE, most_at_once_s=0.1)
+    bare.lend(ours, float("inf") if is_proxy else time.monotonic())
+    for _ in range(20):
         caller.sendall(WHOLE)
         assert caller.recv(4096) == ANSWER
-    time.sleep(0.05)
-    caller.sendall(WHOLE)  # not at once
-    assert caller.recv(4096) == ANSWER
+        time.sleep(0.02)  # so none of them came at once
     assert bare.take() == []
-    goes_back = num_at_once == 0 and most_at_once == 4
-    for _ in range(5 if goes_back else 20):
+    began_at = time.monotonic()
+    ups: list[tuple[int, int, bytes]] = []
+    while not ups and time.monotonic() < began_at + 0.5:
         caller.sendall(WHOLE)
         assert caller.recv(4096) == ANSWER
-    assert bare.take(int(goes_back)) == ([(ours.fileno(), UP_RETRIES, b"")] if goes_back else [])
+        ups = bare.take()
+    if is_proxy:
+        assert ups == []
+    else:
+        assert ups == [(ours.fileno(), UP_RETRIES, b"")]
+        assert time.monotonic() - began_at > 0.08
+
+
+def test_it_says_when_a_connection_was_answered_and_since_when_it_retries(
+    bare: Bare, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    caller, ours = pair
+    bare.refuse(WHOLE)
+    began_at = time.monotonic()
+    bare.lend(ours, began_at - 5)
+    answered_at, since_at = ctypes.c_double(), ctypes.c_double()
+
+    def ask() -> float:
+        caller.sendall(WHOLE)
+        assert caller.recv(4096) == ANSWER
+        asked_at = time.monotonic()
+        time.sleep(0.005)  # the thread is done with it
+        bare.library.npu_gr_shed_times(bare.at, ours.fileno(), ctypes.byref(answered_at), ctypes.byref(since_at))
+        return asked_at
+
+    while ask() - began_at > 0.009:  # a machine that is busy: once more
+        bare.library.npu_gr_shed_stop(bare.at, ours.fileno(), bare.lent_as)
+        began_at = time.monotonic()
+        bare.lend(ours, began_at - 5)
+    assert since_at.value == began_at - 5
+    time.sleep(0.05)
+    asked_at = ask()
+    assert since_at.value >= began_at + 0.05
+    assert since_at.value <= answered_at.value <= asked_at + 5
 
 
 def test_a_descriptor_that_was_closed_and_used_again_is_another_connections(bare: Bare) -> None:

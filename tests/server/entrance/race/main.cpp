@@ -142,7 +142,7 @@ struct Owner {
     static const std::string key(first, strlen(first) + 1);
     Pattern patterns[MOST_PATTERNS] = {{1, key.data(), static_cast<int64_t>(key.size()), quota}};
     int64_t refused[MOST_PATTERNS];
-    npu_gr_shed_turn(shedder, patterns, random() % 2 ? 4 : -1, refused);
+    npu_gr_shed_turn(shedder, patterns, random() % 2 ? 0.001 : HUGE_VAL, refused);
     counted += refused[0];
   }
 
@@ -176,7 +176,7 @@ struct Owner {
         answer_up(pair);
         if (pair.lent_as) npu_gr_shed_resume(shedder, pair.ours, pair.lent_as);
       } else if (!pair.lent_as) {
-        pair.lent_as = npu_gr_shed_lend(shedder, pair.ours, what % 2 ? 0 : -1);
+        pair.lent_as = npu_gr_shed_lend(shedder, pair.ours, what % 2 ? 0 : HUGE_VAL);
         if (!pair.lent_as) fail("it was not lent");
       }
       if (what % 2 == 0) std::this_thread::yield();
