@@ -284,7 +284,7 @@ class PooledConnection:
             self.is_read()
 
 
-@pytest.mark.parametrize(("still_s", "within_s"), [(0.1, 1.0), (0.3, 4.0), (0.6, 4.0), (1.5, 6.0)])
+@pytest.mark.parametrize(("still_s", "within_s"), [(0.1, 2.0), (0.3, 4.0), (0.6, 4.0), (1.5, 6.0)])
 def test_an_open_loop_comes_back_from_a_standstill(still_s: float, within_s: float) -> None:
     loop = OpenLoop((1.0, 1.0 + still_s), 1.0 + still_s + within_s)
     loop.run()
