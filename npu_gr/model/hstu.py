@@ -2,8 +2,8 @@
 
 A *segment* is one request's rows: new history tokens after p cached ones, then candidates. A batch is a list of
 segments. Prefill is a segment without candidates, full inference one without a past, so cold and cached scores come
-from the same lines of code. `hstu_segments.py` runs the layers; where the backend has kernels of whole passes or layers,
-`hstu_whole.py` describes the model to them.
+from the same lines of code. `hstu_segments.py` runs the layers; where the backend has kernels of whole passes or of
+whole layers, `hstu_whole.py` describes the model to them.
 
 Token of a behaviour = item + its side features + action + the event's own features. A candidate has no action yet: it
 carries a learned "shown" embedding instead, the request's features and its own cross features. A model with features
