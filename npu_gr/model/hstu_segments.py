@@ -85,7 +85,9 @@ def _last_layer(
     times: Sequence[Tensor],
 ) -> list[Tensor]:
     """Run the last layer; of history rows only the keys and values are computed."""
-    index, layer, alpha = len(layers) - 1, layers[-1], config.attention_alpha
+    index = len(layers) - 1
+    layer = layers[-1]
+    alpha = config.attention_alpha
     rows = []
     for (s, start), at in zip(bounds, times, strict=True):
         n = s.num_tokens

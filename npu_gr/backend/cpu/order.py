@@ -87,7 +87,9 @@ class _Room(threading.local):
 
     def __init__(self) -> None:
         self.job = _Job()
-        self.numbers, self.terms, self.workspace = np.empty(0, np.int64), np.empty(0, np.float32), np.empty(0, np.uint8)
+        self.numbers = np.empty(0, np.int64)
+        self.terms = np.empty(0, np.float32)
+        self.workspace = np.empty(0, np.uint8)
         self.numbers_at = self.terms_at = 0
 
     def hold(self, num_numbers: int, num_terms: int) -> None:
