@@ -67,7 +67,7 @@ class NativeOrder:
             raise ValueError(f"the order reads more than the {num_recent} events that it is given")
         room = self._room
         room.hold(num_recent + count, 4 * count)
-        job, numbers, terms = room.job, room.numbers, room.terms
+        job, numbers = room.job, room.numbers
         numbers[:num_recent] = call.recent
         numbers[num_recent : num_recent + count] = call.candidates
         job.recent, job.candidates = room.numbers_at, room.numbers_at + 8 * num_recent
@@ -79,7 +79,7 @@ class NativeOrder:
         job.tables, job.sums = self._tables, room.terms_at
         room.hold_workspace(self._kernels.order_bytes(byref(job)))
         self._kernels.order_sums(byref(job))
-        return terms[:count].copy()
+        return room.terms[:count].copy()
 
 
 class _Room(threading.local):
