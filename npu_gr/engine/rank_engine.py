@@ -136,7 +136,7 @@ class FindPass:
 
     history: RankPass  # without candidates; `candidate_time` is that of NEXT
     k: int  # most items to find; 0 = only u is wanted
-    hidden: I64  # [n] item rows that must not be found, each once
+    hidden: I64  # [n] item rows that must not be found, in any order, maybe more than once
     ahead: Ahead | None = None  # None = nothing is scored
 
     @property

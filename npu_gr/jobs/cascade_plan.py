@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -147,9 +148,24 @@ def each_once(items: I64) -> I64:
     return ascending[is_first]
 
 
+class Denied:
+    """The items that must not come: those that the request denies, and those that the user has seen."""
+
+    def __init__(self, given: I64 | None, seen: I64 | None) -> None:
+        """Keep them as they are: external ids, in any order, maybe more than once."""
+        self.given = given
+        self.seen = seen
+
+    @cached_property
+    def ids(self) -> I64:
+        """External ids [n], ascending, each once."""
+        parts = [ids for ids in (self.given, self.seen) if ids is not None]
+        return each_once(np.concatenate(parts)) if parts else np.empty(0, np.int64)
+
+
 def best_first(scores: F32) -> I64:
     """Return the places of the scores from high to low; of equal scores the earlier first, NaN last."""
-    order: I64 = np.argsort(-scores, kind="stable")  # numpy sorts NaN to the end
+    order: I64 = (-scores).argsort(kind="stable")  # numpy sorts NaN to the end
     return order
 
 

@@ -19,7 +19,6 @@ import asyncio
 import inspect
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ from npu_gr.core.request import (
 )
 from npu_gr.core.words import quoted
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import TRUNK, RecommendConfig, among, best_first, by_both, each_once, in_turns, split
+from npu_gr.jobs.cascade_plan import TRUNK, Denied, RecommendConfig, among, best_first, by_both, in_turns, split
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.hook import Hook, HookContext, as_items
 from npu_gr.jobs.ranking import Ranking
@@ -131,17 +130,17 @@ class CascadeRun:
             self._sources[TRUNK] = SizedSource(from_trunk, 0)
         self.max_candidates = min(request.num_candidates or config.max_candidates, config.max_candidates)
         engine = ranking.engine
-        cached = len(tokens) if self.uses_trunk else 0  # the trunk's first pass has encoded the history
-        rank_s = engine.cost.pass_s(len(tokens) - cached, cached, self.max_candidates) + engine.residual_s
+        num_tokens = len(tokens)
+        cached = num_tokens if self.uses_trunk else 0  # the trunk's first pass has encoded the history
+        rank_s = engine.cost.pass_s(num_tokens - cached, cached, self.max_candidates) + engine.residual_s
         self._deadlines = split(self.began_at, deadline_at, rank_s, config)
         self._shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         of_request = ranking.late.of_request(request.request_features, self._shown_at)
         self._trunk = TrunkUse(ranking, request.user, tokens, self._shown_at, self.max_candidates, of_request)
         self._exclude_seen = config.exclude_seen if request.exclude_seen is None else request.exclude_seen
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
-        denied = [np.empty(0, np.int64) if request.deny_items is None else request.deny_items]
-        self._denied = each_once(np.concatenate([*denied, *([history.events.items] if self._exclude_seen else [])]))
-        self._unknown: Counter[str] = Counter()  # source -> items that the ranker does not know
+        self._denied = Denied(request.deny_items, history.events.items if self._exclude_seen else None)
+        self._unknown: dict[str, int] = {}  # source -> items that the ranker does not know
         self._reports: list[StageReport] = []
 
     async def answer(self, verdict: Verdict | None, history_s: float) -> RecommendAnswer:
@@ -171,7 +170,7 @@ class CascadeRun:
             scores=scores,
             origins=tuple([origins[item] for item in items.tolist()]),
             num_candidates=len(known),
-            unknown=dict(self._unknown),
+            unknown=self._unknown,
             stages=tuple(self._reports),
             history=self._tokens.report,
             prefix_tokens=ranked.prefix_tokens if ranked else 0,
@@ -248,7 +247,7 @@ class CascadeRun:
                 raise Unavailable(f"retrieval: {broken}, and no list of popular items is configured")
             return
         # whoever drops what the ranker lacks may need the whole list: its best items may be the new ones
-        most = len(popular) if self._drops_unknown else self.max_candidates + len(self._denied)
+        most = len(popular) if self._drops_unknown else self.max_candidates + len(self._denied.ids)
         items = self._allowed(POPULAR, popular[:most])
         if self._drops_unknown:
             items, _, _ = self._parted(items, Origins(POPULAR))
@@ -297,7 +296,7 @@ class CascadeRun:
     def _allowed(self, source: str, items: I64) -> I64:
         """Leave out what must not come. The trunk's search hides what is denied, but no row that it gets meanwhile."""
         if source != TRUNK or self._ranking.vocabulary is not self._vocabulary:
-            items = items[~among(items, self._denied)]
+            items = items[~among(items, self._denied.ids)]
         withdrawn = self._ranking.items.withdrawn
         return items[~among(items, withdrawn)] if len(withdrawn) else items
 
@@ -318,7 +317,9 @@ class CascadeRun:
         if is_known.all():
             return items, rows, items[:0]
         unknown = items[~is_known]
-        self._unknown.update(origins[item] for item in unknown.tolist())
+        for item in unknown.tolist():
+            source = origins[item]
+            self._unknown[source] = self._unknown.get(source, 0) + 1
         return items[is_known], rows[is_known], unknown[:0] if self._drops_unknown else unknown
 
     # ---- pre-processing

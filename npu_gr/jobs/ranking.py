@@ -52,6 +52,7 @@ from npu_gr.relay.relay import Lease, Relay
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Known = np.ndarray[Any, np.dtype[np.bool_]] | None  # [c] which candidates have a row; None = all
 NOTHING: I64 = np.empty(0, np.int64)
 
 
@@ -207,12 +208,11 @@ class Ranking:
         """
         if found.candidates is None or found.scores is None:
             return None
-        if len(rows) != len(found.candidates) or not (rows == found.candidates).all():
+        if rows.tobytes() != found.candidates.tobytes():
             return None
         assert request.timestamp is not None
-        known = np.ones(len(found.candidates), np.bool_)
         work = RankPass(tokens, 0, found.candidates, request.timestamp, features=found.features)
-        return self._answer(request, work, lease, found.scores, known, {})
+        return self._answer(request, work, lease, found.scores, None, {})
 
     def _answer(
         self,
@@ -220,7 +220,7 @@ class Ranking:
         work: RankPass,
         lease: Lease,
         scored: RankScores,
-        known: np.ndarray[Any, np.dtype[np.bool_]],
+        known: Known,
         stages_s: dict[str, float],
     ) -> RankAnswer:
         """Say what a pass computed, and check some of it."""
@@ -234,7 +234,7 @@ class Ranking:
             top=self._top(request, scored.logits, known),
             history=work.tokens.report,
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
-            unknown_candidates=len(known) - len(scored.logits),
+            unknown_candidates=0 if known is None else len(known) - len(scored.logits),
             missing_features=self.late.missing(request, work.tokens),
             retrieval=None if scored.retrieval is None else _placed(scored.retrieval, known),
             stages_s=stages_s | {"queue": scored.queue_s, "device": scored.device_s},
@@ -307,17 +307,17 @@ class Ranking:
             rows = rows[known]
         return rows, known
 
-    def _scores(self, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, F32]:
+    def _scores(self, logits: F32, known: Known) -> dict[str, F32]:
         """Put logits into the order of the request, task by task; NaN where the catalogue lacks the item."""
         columns = _placed(logits, known)
         return {task: columns[:, index] for index, task in enumerate(self.model.tasks)}
 
-    def _top(self, request: RankRequest, logits: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> I64 | None:
+    def _top(self, request: RankRequest, logits: F32, known: Known) -> I64 | None:
         """Pick the best candidates by the first task; of equal ones the earlier."""
         if request.top_k is None:
             return None
         best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
-        top: I64 = request.candidates[known][best]
+        top: I64 = (request.candidates if known is None else request.candidates[known])[best]
         return top
 
     # ---- the self-check
@@ -346,9 +346,9 @@ class Ranking:
         await self.relay.stop()
 
 
-def _placed(scores: F32, known: np.ndarray[Any, np.dtype[np.bool_]]) -> F32:
+def _placed(scores: F32, known: Known) -> F32:
     """Put the scores of the known candidates, [k] or [k, n], into the order of the request; NaN at the others."""
-    if len(scores) == len(known):
+    if known is None or len(scores) == len(known):
         return scores
     placed = np.full((len(known), *scores.shape[1:]), np.nan, np.float32)
     placed[known] = scores

@@ -12,7 +12,7 @@ from npu_gr.core.history import HistoryRef, UserKey
 from npu_gr.core.kinds import GENERATE, MATCH
 from npu_gr.core.request import GenerateRequest, MatchRequest
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import among
+from npu_gr.jobs.cascade_plan import Denied, among
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.match import MatchJob
 from npu_gr.jobs.ranking import Ranking
@@ -27,7 +27,7 @@ class SourceRequest(NamedTuple):
     user: UserKey
     history: UserHistory
     num_items: int
-    denied: I64  # [n] external ids, ascending, each once
+    denied: Denied
     exclude_seen: bool
     call: Call
     ranking: Ranking  # the version that serves the request
@@ -59,18 +59,18 @@ async def from_transitions(asked: SourceRequest) -> I64:
     ranking = asked.ranking
     if ranking.order is None or not len(asked.rows):
         raise ColdUser("no item of the history has transitions")
-    found = ranking.vocabulary.ids_of(ranking.order.top(asked.rows, asked.num_items + len(asked.denied)))
-    return found[~among(found, asked.denied)][: asked.num_items]
+    found = ranking.vocabulary.ids_of(ranking.order.top(asked.rows, asked.num_items + len(asked.denied.ids)))
+    return found[~among(found, asked.denied.ids)][: asked.num_items]
 
 
 async def from_neighbours(asked: SourceRequest) -> I64:
     """List what has most in common with the history: what the same users had."""
     order = asked.ranking.order
-    rows = asked.rows[:0] if order is None else order.nearest(asked.rows, asked.num_items + len(asked.denied))
+    rows = asked.rows[:0] if order is None else order.nearest(asked.rows, asked.num_items + len(asked.denied.ids))
     if not len(rows):
         raise ColdUser("no item of the history has neighbours")
     found = asked.ranking.vocabulary.ids_of(rows)
-    return found[~among(found, asked.denied)][: asked.num_items]
+    return found[~among(found, asked.denied.ids)][: asked.num_items]
 
 
 def from_generation(versions: Versions, metrics: Metrics) -> Source:
@@ -83,7 +83,7 @@ def from_generation(versions: Versions, metrics: Metrics) -> Source:
             history=HistoryRef(),
             num_items=asked.num_items,
             exclude_seen=False,  # what was seen is among the denied items
-            deny_items=asked.denied,
+            deny_items=asked.denied.ids,
         )
         generation = versions.generator()
         with generation.use:
@@ -104,7 +104,7 @@ def from_match(job: MatchJob, metrics: Metrics) -> Source:
             user=asked.user,
             num_items=asked.num_items,
             exclude_seen=asked.exclude_seen,
-            deny_items=asked.denied,
+            deny_items=asked.denied.ids,
         )
         answer = await job.match(request, asked.history.events.items, asked.call)
         metrics.requests.answered(MATCH, answer, time.monotonic() - began_at)

@@ -29,8 +29,8 @@ from npu_gr.engine.rank_engine import Ahead, NextItems
 from npu_gr.feature_schema.columns import NO_COLUMNS
 from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import each_once
-from npu_gr.jobs.ranking import Ranking
+from npu_gr.jobs.cascade_plan import Denied
+from npu_gr.jobs.ranking import NOTHING, Ranking
 from npu_gr.relay.relay import Lease
 
 
@@ -68,7 +68,7 @@ class TrunkUse:
         self._ahead: Ahead | None = None
         self._found: NextItems | None = None
         self._ids: I64 | None = None  # of what was found, by this vocabulary
-        self._vocabulary = ranking.vocabulary
+        self._vocabulary = self._of_tokens = ranking.vocabulary
 
     async def __aenter__(self) -> TrunkUse:
         return self
@@ -109,12 +109,12 @@ class TrunkUse:
         self._found = self._ahead.found  # its u serves the rank
         return self._ranking.vocabulary.ids_of(self._found.rows)
 
-    async def find(self, num_items: int, denied: I64, call: Call) -> I64:
+    async def find(self, num_items: int, denied: Denied, call: Call) -> I64:
         """Find the items with the highest retrieval scores.
 
         Args:
             num_items: at most so many; 0 = only u is wanted.
-            denied: external ids that must not be found, each once.
+            denied: what must not be found.
             call: when this stage began, and when it must be done.
 
         Returns:
@@ -127,10 +127,7 @@ class TrunkUse:
         self._vocabulary = ranking.vocabulary
         lease = await self._leased(1, call.deadline_at)
         try:
-            rows = ranking.vocabulary.rows(denied)
-            hidden = rows[rows != UNKNOWN]
-            if len(ranking.items.hidden):  # few instances have any, and it costs a sort of the user's history
-                hidden = each_once(np.concatenate([hidden, ranking.items.hidden]))
+            hidden = self._hidden(denied)
             used, found = await ranking.find(
                 self._tokens, self._shown_at, num_items, hidden, lease, call, self._features, self._ahead
             )
@@ -154,6 +151,21 @@ class TrunkUse:
         else:
             self._lease = used
         return self._ids
+
+    def _hidden(self, denied: Denied) -> I64:
+        """List the rows that must not be found, in any order, maybe more than once."""
+        ranking = self._ranking
+        vocabulary = ranking.vocabulary
+        parts = [ranking.items.hidden] if len(ranking.items.hidden) else []
+        seen = denied.seen
+        if seen is self._tokens.events.items and vocabulary is self._of_tokens:
+            parts.append(self._tokens.rows)  # nothing was cut, and every item is known
+            seen = None
+        for ids in (denied.given, seen):
+            if ids is not None and len(ids):
+                rows = vocabulary.rows(ids)
+                parts.append(rows[rows != UNKNOWN])
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, NOTHING])
 
     def rows_of(self, items: I64) -> I64 | None:
         """Tell the rows of the very array that `find` returned; None = of any other, or they may have changed."""

@@ -1,8 +1,9 @@
 """The HSTU ranker: one forward pass for prefill, append, cached rank and full inference.
 
 A *segment* is one request's rows: new history tokens after p cached ones, then candidates. A batch is a list of
-segments; linears run over all rows at once, attention per segment. Prefill is a segment without candidates, full
-inference one without a past, so cold and cached scores come from the same lines of code.
+segments. Prefill is a segment without candidates, full inference one without a past, so cold and cached scores come
+from the same lines of code. `hstu_segments.py` runs the layers; where the backend has kernels of whole passes or of
+whole layers, `hstu_whole.py` describes the model to them.
 
 Token of a behaviour = item + its side features + action + the event's own features. A candidate has no action yet: it
 carries a learned "shown" embedding instead, the request's features and its own cross features. A model with features
@@ -22,25 +23,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from npu_gr.backend.base import Affine, Backend, HstuPass
+from npu_gr.backend.base import Affine, Backend
 from npu_gr.backend.calls import (
-    HstuCall,
     HstuFindCall,
     HstuFound,
     HstuHead,
-    HstuLayerCall,
-    HstuLayerWeights,
-    HstuPassCall,
     HstuSegment,
     HstuWeights,
     HstuWholeCall,
 )
-from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.arrays import F32
 from npu_gr.feature_schema.factors import NUM_FACTORS
@@ -48,6 +45,8 @@ from npu_gr.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
 from npu_gr.model.hstu_layer import HSTULayer
+from npu_gr.model.hstu_segments import run_by_segments
+from npu_gr.model.hstu_whole import run_whole_layers, told_in_numbers, weights_of, whole_pass
 from npu_gr.model.item_rows import ItemCodeRows, NewItems
 from npu_gr.model.norms import ClockMix, head_mlp, head_norm
 from npu_gr.model.segment import Segment
@@ -350,82 +349,22 @@ class HSTU(nn.Module):
         return answers
 
     def _through_layers(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
-        told = self._told(segments)
+        told = told_in_numbers(self.config, segments)
         if told is not None:
             kinds = {s.is_next for s in segments}
             is_next = None if len(kinds) > 1 else kinds == {True}
             if (answers := self.in_one_call(backend, told, is_next, lambda: segments)) is not None:
                 return [torch.from_numpy(own) for own in answers]
-        alpha = self.config.attention_alpha
         x = self._embed(segments, backend)
-        if told is not None and (whole := self._whole_pass(backend, told)) is not None:
-            rows = whole.run(self, partial(self._whole_layers, backend), x)
+        whole = None
+        if told is not None:
+            whole = whole_pass(self.config, self.attention_scale, self.dtype, backend, told)
+        if whole is not None:
+            rows = whole.run(self, partial(run_whole_layers, self._each_layer(), self.config.dim, backend), x)
             parts = rows.split([len(s.candidates) for s in segments])
             return [self._answer(s, own, backend) for s, own in zip(segments, parts, strict=True)]
-        starts = [0]
-        for s in segments:
-            starts.append(starts[-1] + s.num_rows)
-        bounds = list(zip(segments, starts, strict=False))
-        times = [s.times if s.past is None else torch.cat([s.past.times, s.times]) for s in segments]
-
-        for index, layer in enumerate(self.layers[:-1]):
-            assert isinstance(layer, HSTULayer)
-            u, v, q, k = layer.project(x, backend)
-            attention = torch.empty_like(v)
-            for (s, start), at in zip(bounds, times, strict=True):
-                n = s.num_tokens
-                scale = self.attention_scale(len(at))
-                past = s.past.slabs(index) if s.past else []
-                history = slice(start, start + n)
-                own = slice(start + n, start + s.num_rows)
-                new = k[history], v[history]
-                kept = s.sink(index, *new) if s.sink else None
-                if kept is not None:
-                    past = kept
-                    new = (k[:0], v[:0])
-                if n:
-                    asked = None if s.last is None else s.last.row_times
-                    call = HstuCall(
-                        q[history], *new, past, at, layer.bias, alpha, row_times=asked, edges=layer.time_edges
-                    )
-                    out = backend.hstu_causal(call)
-                    if self.config.context == "full" and (users := s.num_user_tokens):
-                        out[:users] = backend.hstu_targets(_seeing_all(layer, call, users))
-                    attention[history] = out.mul_(scale)
-                if len(s.candidates):
-                    slabs = [*past, new] if len(new[0]) else past
-                    out = backend.hstu_targets(_asking(layer, s, q[own], k[own], v[own], slabs, at, alpha))
-                    attention[own] = out.mul_(scale)
-            x = layer.finish(x, u, attention, backend)
-        return self._last_layer(backend, x, bounds, times, alpha)
-
-    def _last_layer(
-        self,
-        backend: Backend,
-        x: Tensor,
-        bounds: Sequence[tuple[Segment, int]],
-        times: Sequence[Tensor],
-        alpha: float,
-    ) -> list[Tensor]:
-        """Run the last layer and the heads; of history rows only the keys and values are computed."""
-        index = len(self.layers) - 1
-        layer = self.layers[-1]
-        assert isinstance(layer, HSTULayer)
-        logits = []
-        for (s, start), at in zip(bounds, times, strict=True):
-            n = s.num_tokens
-            slabs = list(s.past.slabs(index)) if s.past else []
-            if n:
-                k, v = layer.project_kv(x[start : start + n], backend)
-                kept = s.sink(index, k, v) if s.sink else None
-                slabs = [*slabs, (k, v)] if kept is None else list(kept)
-            own = x[start + n : start + s.num_rows]
-            if len(own):
-                u, v, q, k = layer.project(own, backend)
-                out = backend.hstu_targets(_asking(layer, s, q, k, v, slabs, at, alpha))
-                own = layer.finish(own, u, out.mul_(self.attention_scale(len(at))), backend)
-            logits.append(self._answer(s, own, backend))
-        return logits
+        rows_of = run_by_segments(self._each_layer(), self.config, self.attention_scale, backend, segments, x)
+        return [self._answer(s, own, backend) for s, own in zip(segments, rows_of, strict=True)]
 
     def _answer(self, segment: Segment, own: Tensor, backend: Backend) -> Tensor:
         if segment.is_next:
@@ -434,21 +373,6 @@ class HSTU(nn.Module):
             own = self.clock(own, torch.full_like(segment.candidates, segment.candidate_time))
         beside = self.candidate(segment.candidates).to(own.dtype) if self.config.head == "product" else None
         return self.task_logits(own, backend, beside)
-
-    def _told(self, segments: Sequence[Segment]) -> list[HstuSegment] | None:
-        """Describe a batch to kernels of whole layers; None = the model, or what its host knows, is not for them."""
-        if not self.config.has_plain_passes:
-            return None
-        told = []
-        for s in segments:
-            if s.host is None:
-                return None
-            times, pages, ids = s.host
-            new = s.times.shape[0]  # len() of a tensor takes ten times as long
-            own = s.candidates.shape[0]
-            cached = len(times) - new
-            told.append(HstuSegment(cached, new, own, times, s.candidate_time, pages, s.sink is not None, ids))
-        return told
 
     def in_one_call(
         self,
@@ -521,13 +445,11 @@ class HSTU(nn.Module):
     def _embedded(self, segments: Callable[[], Sequence[Segment]], ops: Affine) -> Tensor:
         return self._embed(segments(), ops)
 
+    def _each_layer(self) -> list[HSTULayer]:
+        return cast("list[HSTULayer]", list(self.layers))
+
     def _pass_weights(self) -> HstuWeights:
         config = self.config
-        layers = []
-        for layer in self.layers:
-            assert isinstance(layer, HSTULayer)
-            assert isinstance(layer.norm_attention, nn.LayerNorm)
-            layers.append(HstuLayerWeights(layer.norm_in, layer.uvqk, layer.bias, layer.norm_attention, layer.out))
         heads = {}
         if config.has_plain_head:
             hidden, _, out = self.head
@@ -537,53 +459,7 @@ class HSTU(nn.Module):
             heads["logits"] = HstuHead(self.norm_head, hidden, out)
         if config.has_next:
             heads["next"] = HstuHead(self.norm_next, None, self.vector)
-        return HstuWeights(
-            layers,
-            heads,
-            config.num_heads,
-            config.qk_dim,
-            config.v_dim,
-            config.attention_alpha,
-            self.attention_scale(0),
-            config.activation == "uvqk",
-            config.residual == "concat",
-        )
-
-    def _whole_pass(self, backend: Backend, rows: Sequence[HstuSegment]) -> HstuPass | None:
-        """Ask the backend for kernels of whole layers; None = layers go segment by segment."""
-        config = self.config
-        scales = {self.attention_scale(len(row.times)) for row in rows}
-        if len(scales) != 1:
-            return None
-        return backend.hstu_pass(
-            HstuPassCall(
-                rows,
-                config.num_heads,
-                config.qk_dim,
-                config.v_dim,
-                self.dtype,
-                config.attention_alpha,
-                scales.pop(),
-                config.activation == "uvqk",
-                "head" if config.norm == "group" else "row",
-                config.residual == "concat",
-            )
-        )
-
-    def _whole_layers(self, backend: Backend, whole: HstuPass, x: Tensor) -> Tensor:
-        """Run all layers: [rows, dim] of all segments -> [c, dim] of all candidates, and rows that mean nothing."""
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, HSTULayer)
-            is_last = index == len(self.layers) - 1
-            assert isinstance(layer.norm_attention, nn.LayerNorm)
-            mixed = backend.affine(layer.norm_in(x), layer.uvqk, 0, sum(layer.widths), False)
-            gated = whole.mix(HstuLayerCall(index, mixed, layer.bias, layer.norm_attention, is_last))
-            if gated is None:
-                return x[:0]
-            x = whole.candidates(x) if is_last else x
-            out = backend.affine(gated[: len(x)], layer.out, 0, self.config.dim, False)
-            x = x + out  # the sum has the wider dtype, in one launch
-        return x
+        return weights_of(self._each_layer(), heads, config, self.attention_scale(0))
 
     def task_logits(self, x: Tensor, ops: Affine = _TORCH, beside: Tensor | None = None) -> Tensor:
         """Compute logits by the MLP.
@@ -624,27 +500,3 @@ def _ahead(segment: Segment, is_float: bool) -> Tensor:
     times[: segment.num_user_tokens] = 0
     at = torch.full_like(times, segment.candidate_time)
     return (at.float() - times.float()).long() if is_float else at - times
-
-
-def _seeing_all(layer: HSTULayer, call: HstuCall, num_rows: int) -> HstuCall:
-    """Let the first rows of a whole history attend to all of it: as candidates would, whose own key adds nothing."""
-    q = call.q[:num_rows]
-    nothing = call.v.new_zeros(num_rows, *call.v.shape[1:])
-    slabs = [*call.cached, (call.k, call.v)] if len(call.k) else call.cached
-    return HstuCall(q, torch.zeros_like(q), nothing, slabs, call.times, layer.bias, call.alpha)
-
-
-def _asking(
-    layer: HSTULayer,
-    segment: Segment,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slabs: Sequence[Slab | Tiles],
-    times: Tensor,
-    alpha: float,
-) -> HstuCall:
-    """Let a segment's candidates attend."""
-    own = None if segment.last is None else segment.last.time
-    at = segment.candidate_time
-    return HstuCall(q, k, v, slabs, times, layer.bias, alpha, at, own_time=own, edges=layer.time_edges)

@@ -65,6 +65,7 @@ class _Reused(threading.local):
 
     def __init__(self) -> None:
         self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch_bytes = 0  # `len` of a tensor takes ten times as long as the rest
         self.own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}  # tiles of rows that nobody keeps, by shape
 
 
@@ -123,8 +124,9 @@ class HstuKernels:
     def scratch_at(self, num_bytes: int) -> int:
         """Address of memory for one call, aligned to 64; this thread's next call overwrites it."""
         reused = self._reused
-        if len(reused.scratch) < num_bytes + 64:
-            reused.scratch = torch.empty(num_bytes + num_bytes // 4 + 64, dtype=torch.uint8)
+        if reused.scratch_bytes < num_bytes + 64:
+            reused.scratch_bytes = num_bytes + num_bytes // 4 + 64
+            reused.scratch = torch.empty(reused.scratch_bytes, dtype=torch.uint8)
         return -(-reused.scratch.data_ptr() // 64) * 64
 
     def _in_tiles(self, slabs: Sequence[Slab | Tiles], dtype: torch.dtype) -> list[Tiles]:

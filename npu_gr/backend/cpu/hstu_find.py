@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from npu_gr.backend.calls import HstuFindCall, HstuFound
@@ -53,35 +51,39 @@ class HstuFindKernel:
         assert call.num_items <= table.shape[0]
         num = len(call.next.segments)
         num_wanted = sum(call.wanted)
-        hidden = [np.sort(rows) for rows in call.hidden]
-        starts = [0, *itertools.accumulate(map(len, hidden))]
+        starts = [0, *itertools.accumulate(map(len, call.hidden))]
         job = ItemsJob(None, table.data_ptr(), num, call.num_items, dim, k)
         num_workspace = -(-self._kernels.best_items_bytes(byref(job)) // 8)
-        (given, wanted), (off, job.hidden), (rows, job.item), (scored, scored_at), (_, job.workspace), (_, numbers) = (
-            _parts(np.int64, 3 * num + 1, starts[-1], num * k, num, num_workspace, native.num_numbers + num_wanted)
-        )
-        (u, native.out), (_, job.score), (logits, logits_at), (products, products_at) = _parts(
-            np.float32, num * dim, num * k, num_wanted * num_outputs, num_wanted
-        )
-        given[:] = [*call.wanted, *call.least, *starts]
-        if hidden:
-            np.concatenate(hidden, out=off)
-        job.queries = native.out
-        job.hidden_start = wanted + 16 * num
-        find = _Find(native, job, head, wanted, wanted + 8 * num, numbers, 0, scored_at, logits_at, products_at)
+        # all of one type lies in one piece of memory: what goes in or comes out first, then what the kernels use alone
+        hidden_at, rows_at = 3 * num + 1, 3 * num + 1 + starts[-1]
+        scored_at = rows_at + num * k
+        work_at = scored_at + num
+        numbers_at = work_at + num_workspace
+        ints = np.empty(numbers_at + native.num_numbers + num_wanted, np.int64)
+        logits_at, products_at = num * dim, num * dim + num_wanted * num_outputs
+        score_at = products_at + num_wanted
+        floats = np.empty(score_at + num * k, np.float32)
+        ints[:hidden_at] = [*call.wanted, *call.least, *starts]
+        for rows, start, end in zip(call.hidden, starts, starts[1:], strict=False):
+            hidden = ints[hidden_at + start : hidden_at + end]
+            hidden[:] = rows
+            hidden.sort()
+        at, out = address(ints), address(floats)
+        native.out = job.queries = out
+        job.score = out + 4 * score_at
+        job.hidden_start, job.hidden = at + 16 * num, at + 8 * hidden_at
+        job.item, job.workspace = at + 8 * rows_at, at + 8 * work_at
+        find = _Find(
+            native, job, head, at, at + 8 * num, at + 8 * numbers_at, 0,
+            at + 8 * scored_at, out + 4 * logits_at, out + 4 * products_at,
+        )  # fmt: skip
         find.num_bytes = checked(self._kernels.hstu_find_bytes(byref(find)))
         find.next.scratch = self._hstu.scratch_at(find.num_bytes)
         checked(self._kernels.hstu_find(byref(find)))
-        shape = num_wanted, num_outputs
-        return HstuFound(u.reshape(num, dim), rows.reshape(num, k), scored, logits.reshape(shape), products)
-
-
-def _parts(dtype: type[np.generic], *sizes: int) -> list[tuple[npt.NDArray[Any], int]]:
-    """Lay arrays out one behind the other in one piece of memory; each with its address."""
-    whole = np.empty(sum(sizes), dtype)
-    at, size_of = address(whole), whole.itemsize
-    parts, first = list[tuple[npt.NDArray[Any], int]](), 0
-    for size in sizes:
-        parts.append((whole[first : first + size], at + size_of * first))
-        first += size
-    return parts
+        return HstuFound(
+            floats[:logits_at].reshape(num, dim),
+            ints[rows_at:scored_at].reshape(num, k),
+            ints[scored_at:work_at],
+            floats[logits_at:products_at].reshape(num_wanted, num_outputs),
+            floats[products_at:score_at],
+        )

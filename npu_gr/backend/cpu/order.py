@@ -5,6 +5,7 @@ Source: `ops/cpu/order.h`, which `order_call.h` and this file describe field by 
 
 from __future__ import annotations
 
+import threading
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int64, c_void_p, pointer
 
 import numpy as np
@@ -38,6 +39,7 @@ class NativeOrder:
     def __init__(self, native: Native, tables: OrderTables) -> None:
         """Point at the tables, which stay as they are."""
         self._kernels = native.kernels
+        self._room = _Room()
         self._held = held = OrderTables(
             np.ascontiguousarray(tables.successors),
             np.ascontiguousarray(tables.log_prob),
@@ -63,22 +65,52 @@ class NativeOrder:
         num_recent, count = len(call.recent), len(call.candidates)
         if max(call.num_followed, call.num_liked) > num_recent:
             raise ValueError(f"the order reads more than the {num_recent} events that it is given")
-        rows = np.concatenate((call.recent, call.candidates))
-        at = address(rows)
-        given = [None if one is None else _of_length(one, count) for one in call[4:]]
-        terms = [0 if one is None else address(one) for one in given]
-        sums = np.empty(count, np.float32)
-        job = _Job(
-            self._tables, at, at + 8 * num_recent, *terms,
-            num_recent, count, call.num_followed, call.num_liked, None, address(sums),
-        )  # fmt: skip
-        workspace = np.empty(self._kernels.order_bytes(byref(job)), np.uint8)
-        job.workspace = address(workspace)
+        room = self._room
+        room.hold(num_recent + count, 4 * count)
+        job, numbers = room.job, room.numbers
+        numbers[:num_recent] = call.recent
+        numbers[num_recent : num_recent + count] = call.candidates
+        job.recent, job.candidates = room.numbers_at, room.numbers_at + 8 * num_recent
+        job.retrieval = room.put(1, call.retrieval, count)
+        job.click = room.put(2, call.click, count)
+        job.seen = room.put(3, call.seen, count)
+        job.num_recent, job.num_candidates = num_recent, count
+        job.num_followed, job.num_liked = call.num_followed, call.num_liked
+        job.tables, job.sums = self._tables, room.terms_at
+        room.hold_workspace(self._kernels.order_bytes(byref(job)))
         self._kernels.order_sums(byref(job))
-        return sums
+        return room.terms[:count].copy()
 
 
-def _of_length(array: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
-    if array.shape != (count,):
-        raise ValueError(f"a term of the order has the shape {array.shape}, there are {count} candidates")
-    return np.ascontiguousarray(array, np.float32)
+class _Room(threading.local):
+    """Memory that the calls of one thread reuse: its addresses are known, and what is new is cold."""
+
+    def __init__(self) -> None:
+        self.job = _Job()
+        self.numbers = np.empty(0, np.int64)
+        self.terms = np.empty(0, np.float32)
+        self.workspace = np.empty(0, np.uint8)
+        self.numbers_at = self.terms_at = 0
+
+    def hold(self, num_numbers: int, num_terms: int) -> None:
+        """Grow, if there is no room for so many."""
+        if len(self.numbers) < num_numbers:
+            self.numbers = np.empty(2 * num_numbers, np.int64)
+            self.numbers_at = address(self.numbers)
+        if len(self.terms) < num_terms:
+            self.terms = np.empty(2 * num_terms, np.float32)
+            self.terms_at = address(self.terms)
+
+    def hold_workspace(self, num_bytes: int) -> None:
+        if len(self.workspace) < num_bytes:
+            self.workspace = np.empty(2 * num_bytes, np.uint8)
+            self.job.workspace = address(self.workspace)
+
+    def put(self, place: int, term: npt.NDArray[np.float32] | None, count: int) -> int:
+        """Copy a term of each candidate; its address, 0 = there is none."""
+        if term is None:
+            return 0
+        if term.shape != (count,):
+            raise ValueError(f"a term of the order has the shape {term.shape}, there are {count} candidates")
+        self.terms[place * count : (place + 1) * count] = term
+        return self.terms_at + 4 * place * count

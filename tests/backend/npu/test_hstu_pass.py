@@ -23,6 +23,7 @@ from npu_gr.bench.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_score
 from npu_gr.kv.arena import KVArena
 from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU
+from npu_gr.model.hstu_whole import told_in_numbers, whole_pass
 from npu_gr.model.segment import HostTokens, Past, Segment
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.on_twin import NAMES, HstuOnTwin
@@ -217,9 +218,9 @@ def test_pages_of_another_dtype_do_not_fit(backend: NPUBackend, caplog: pytest.L
     backend.on_fallback = lambda _op: None
     model = tiny_model(torch.bfloat16, qk_dim=16)
     segment = User(tiny_model(qk_dim=16)).segment(100, 20, 5)
-    told = model._told([segment])
+    told = told_in_numbers(model.config, [segment])
     assert told is not None
-    assert model._whole_pass(backend, told) is None
+    assert whole_pass(model.config, model.attention_scale, model.dtype, backend, told) is None
     assert "pages in torch.float32 under a model in torch.bfloat16" in caplog.text
 
 
