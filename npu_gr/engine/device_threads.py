@@ -24,6 +24,7 @@ from typing import Any
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Refusal, Unavailable
 from npu_gr.engine.job import Job, JobResult
+from npu_gr.engine.prompt_future import PromptFuture
 from npu_gr.engine.queue import JobQueue, NextPass, SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class DeviceThreads:
             Overloaded: the queue is full. Unavailable: the threads are stopping.
         """
         assert self._loop is not None, "start() first"
-        future: asyncio.Future[JobResult[Any]] = self._loop.create_future()
+        future: PromptFuture[JobResult[Any]] = PromptFuture(loop=self._loop)
         job.tag = future
         with self._lock:
             if self._stopping:
@@ -263,13 +264,17 @@ class DeviceThreads:
 
 
 def _finish(ended: list[_Ended]) -> None:
-    for job, result in ended:
-        future: asyncio.Future[Any] = job.tag
-        job.has_ended = True
-        if future.done():  # its submitter was cancelled, and may wait until the device has let go of the job
-            if job.let_go is not None:
+    left = iter(ended)
+    try:
+        for job, result in left:
+            future: PromptFuture[Any] = job.tag
+            job.has_ended = True
+            if not future.done():
+                future.end(result)
+            elif (
+                job.let_go is not None
+            ):  # its submitter was cancelled, and waits until the device has let go of the job
                 job.let_go.set_result(None)
-        elif isinstance(result, NpuGrError):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+    finally:
+        if rest := list(left):  # the process is told to end: those who still wait must not wait for ever
+            asyncio.get_running_loop().call_soon(_finish, rest)
