@@ -13,8 +13,7 @@ all of them would end late.
 **Passes.** Jobs with one `run` function may share a pass, as long as the sum of their demands is within the limits and
 no job in the pass becomes late by the jobs added to it. A job that does not fit is passed over; nobody waits for it.
 A request that goes first for its tenant's share has only others like it in its pass: it would wait for whatever a
-tenant with more than that put beside it. For `MIXED_S` after such a request, a tenant has at most half of every other
-pass, and another tenant may have the rest: the next such request waits for the pass that runs, which is then shorter.
+tenant with more than that put beside it.
 
 Invariants, held by tests/engine/test_queue.py:
   Q1  a job leaves the queue exactly once a step: it is taken, expires, is shed, or is withdrawn
@@ -40,7 +39,6 @@ from npu_gr.engine.job import Demand, Job
 
 # Added to the `order_at` of a preemptible job. Clocks count seconds since boot, so this is later than every request.
 BEHIND_S = 1e9
-MIXED_S = 1.0  # tenants ask at the same time for so long after a request went first for its tenant's share
 # Waiting jobs looked at to fill one pass. It bounds the time that a device thread holds the queue's lock.
 SCAN = 64
 
@@ -79,9 +77,7 @@ def _fits(demand: Demand, config: SchedulerConfig) -> bool:
 class _Batch:
     """A pass being put together: its jobs, their demand, and by when it must end."""
 
-    def __init__(
-        self, first: Job, config: SchedulerConfig, now_at: float, slowdown: float, *, is_mixed: bool = False
-    ) -> None:
+    def __init__(self, first: Job, config: SchedulerConfig, now_at: float, slowdown: float) -> None:
         self.jobs = [first]
         self._config = config
         self._now_at = now_at
@@ -90,9 +86,6 @@ class _Batch:
         self._estimate_s = first.estimate_s
         self._longest_s = self._may_take_s(first)
         self._max_requests = first.max_requests or config.max_batch_requests
-        self._most_of_tenant = self._max_requests
-        if is_mixed and first.max_requests is None and not first.is_ahead:
-            self._most_of_tenant = max(1, self._max_requests // 2)
 
     @property
     def is_full(self) -> bool:
@@ -102,10 +95,6 @@ class _Batch:
         """Add a job if it may share the pass and makes no job of it late. Returns whether it did."""
         if self.jobs[0].is_ahead and not job.is_ahead:
             return False
-        if self._most_of_tenant < self._max_requests:
-            num_of_tenant = sum([other.tenant == job.tenant for other in self.jobs])
-            if num_of_tenant >= self._most_of_tenant:
-                return False
         demand = self._demand.plus(job.demand)
         estimate_s = self._estimate_s + job.estimate_s
         longest_s = min(self._longest_s, self._may_take_s(job))
@@ -147,7 +136,6 @@ class JobQueue:
         self._held: Counter[str] = Counter()  # requests that wait, by their tenant; one that has none has no entry
         self._newest: Counter[str] = Counter()  # requests of the newest pass that had some, likewise
         self.weights: Mapping[str, float] = {}  # of tenants; all others have 1
-        self._mixed_at = float("-inf")  # when a request went first for its tenant's share
         self._pressure = 0.0
         self.slowdown = SlowdownEwma()  # of passes; whoever runs them reports how long they took
 
@@ -189,7 +177,6 @@ class JobQueue:
             job.is_ahead = self._is_under_its_share(job.tenant)
             if job.is_ahead:
                 job.order_at = min(job.order_at, arrived_at)
-                self._mixed_at = now_at
         shed = None
         if not force and self._waiting >= self._config.max_queue:
             shed = max(reversed(self._preemptible), key=lambda each: each.order_at, default=None)
@@ -269,8 +256,7 @@ class JobQueue:
         first = self._pop(now_at, expired)
         if first is None:
             return NextPass([], expired, None)
-        is_mixed = now_at - self._mixed_at < MIXED_S
-        batch = _Batch(first, self._config, now_at, self.slowdown.value, is_mixed=is_mixed)
+        batch = _Batch(first, self._config, now_at, self.slowdown.value)
         if first.shares:
             self._fill(batch, now_at, expired)
             if (wait_s := batch.may_wait_s()) > 0:

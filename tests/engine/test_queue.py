@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from npu_gr.core.errors import Overloaded
 from npu_gr.engine.job import Demand, Job, JobStep
-from npu_gr.engine.queue import MIXED_S, JobQueue, SchedulerConfig
+from npu_gr.engine.queue import JobQueue, SchedulerConfig
 
 FAR = float("inf")
 
@@ -294,32 +294,7 @@ def test_a_pass_that_goes_first_for_a_share_has_nobody_with_more_than_that_in_it
     for each in small:
         q.put(each, 0.5)
     assert q.take(0.6).jobs == small
-    assert set(q.take(0.6).jobs) <= set(hot)
-
-
-def test_beside_others_a_tenant_has_half_of_a_pass() -> None:
-    q = queue(max_batch_requests=4)
-    hot = [job(1.0 + n / 10, tenant="hot") for n in range(6)]
-    for each in hot[:5]:
-        q.put(each, 0.0)
-    q.put(small := job(2.0, tenant="small"), 0.5)
-    q.put(more := job(2.0, tenant="more"), 0.55)
-    more.is_ahead = False  # as if it had its share: it may have what the hot one leaves of a pass
-    assert q.take(0.6).jobs == [small]
-    assert q.take(0.6).jobs == [more, *hot[:2]]
-    assert q.take(0.6).jobs == hot[2:4]
-    for each in (hot[5], *[job(2.0, tenant="hot") for _ in range(3)]):
-        q.put(each, 0.7)
-    assert len(q.take(0.6 + MIXED_S).jobs) == 4  # nobody else has asked of late
-
-
-def test_beside_others_a_tenant_has_all_of_a_pass_of_its_own_limit() -> None:
-    q = queue()
-    hot = [job(1.0, tenant="hot", max_requests=8) for _ in range(8)]
-    for each in hot:
-        q.put(each, 0.0)
-    q.put(job(2.0, tenant="small"), 0.5)
-    assert [len(q.take(0.6).jobs) for _ in range(2)] == [1, 8]
+    assert q.take(0.6).jobs == hot
 
 
 def test_the_newest_pass_is_a_part_of_the_share() -> None:
