@@ -100,15 +100,14 @@ class Ticket:
 class Slot:
     """The right to be served. Whoever got it calls `leave` when the answer is written, or when there is none."""
 
-    __slots__ = ("_door", "_lane", "_tenant", "arrived_at", "is_ahead", "on_step")
+    __slots__ = ("_door", "_lane", "_tenant", "arrived_at", "on_step")
 
-    def __init__(self, door: Door, lane: _Lane, tenant: _Tenant, arrived_at: float, *, is_ahead: bool) -> None:
+    def __init__(self, door: Door, lane: _Lane, tenant: _Tenant, arrived_at: float) -> None:
         self.on_step: Callable[[bool], None] | None = None  # told of each step: True = outside
         self._door: Door | None = door
         self._lane = lane
         self._tenant = tenant
         self.arrived_at = arrived_at  # of the request, on the clock of the door
-        self.is_ahead = is_ahead  # its tenant had less than its share of the places: it goes before the others' work
 
     def __enter__(self) -> Slot:
         return self
@@ -414,8 +413,7 @@ class Door:
             if self._is_shared():
                 self._earned.earn(ticket.tenant)
         self._add(lane, tenant)
-        is_ahead = self._is_mixed() and self._is_under_its_share(tenant)
-        ticket.guest.let_in(Slot(self, lane, tenant, ticket.arrived_at, is_ahead=is_ahead))
+        ticket.guest.let_in(Slot(self, lane, tenant, ticket.arrived_at))
 
     def _add(self, lane: _Lane, tenant: _Tenant) -> None:
         if not self._inside:
@@ -460,14 +458,6 @@ class Door:
             return False
         held = self._tenants.get(name_of(tenant, self._config.tenant_weights, self._tenants))
         return held is not None and held.inside >= self._most_of(held.name)
-
-    def _is_under_its_share(self, tenant: _Tenant) -> bool:
-        """Whether a tenant holds less than its share, by weight, of the places among those that hold some."""
-        if len(self._tenants) == 1:
-            return False
-        weights = self._config.tenant_weights
-        total = sum([weights.get(name, 1.0) for name in self._tenants])
-        return tenant.inside * total < weights.get(tenant.name, 1.0) * self._inside
 
     def _is_mixed(self) -> bool:
         """Whether several tenants ask at the same time."""

@@ -135,23 +135,6 @@ def test_a_tenant_alone_fills_the_window_again_a_second_after_the_other_asked() 
     assert all(held.arrive(tenant="hot").slot for _ in range(LEAST))
 
 
-def test_whoever_has_less_than_its_share_of_the_places_goes_ahead_while_others_ask() -> None:
-    held = Held(tenant_weights={"large": 4.0})
-
-    def is_ahead(tenant: str) -> bool:
-        slot = held.arrive(tenant=tenant).slot
-        assert slot is not None
-        return slot.is_ahead
-
-    assert not any(is_ahead("hot") for _ in range(3))  # it is alone
-    assert is_ahead("small")
-    assert not is_ahead("hot")
-    assert is_ahead("large")  # two of six are less than four of six shares
-    held.wait(MIXED_S)
-    held.door._mixed_at = float("-inf")  # as when all that came since are one tenant's
-    assert not is_ahead("large")
-
-
 def test_places_of_a_tenant_go_by_its_weight() -> None:
     held = Held(tenant_weights={"large": 1.5, "tiny": 0.25})
     held.arrive(tenant="small").leave()

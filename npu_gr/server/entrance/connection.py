@@ -28,7 +28,6 @@ from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.core.kinds import Kind, Priority
 from npu_gr.server.entrance import answers, straight
-from npu_gr.server.entrance.eager import EagerTask
 from npu_gr.server.entrance.entrance import Entrance
 from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
 from npu_gr.server.entrance.kernel_socket import KernelSocket
@@ -546,12 +545,7 @@ class Connection(web.RequestHandler):
             self._entrance.broken(error.status)
             self.end(answers.bad_request(str(error)))
             return
-        if not slot.is_ahead or asyncio.current_task() is not None:  # or the place was left by another request
-            self._serving = self._loop.create_task(self._answer(answer, parsed))
-            return
-        eager = EagerTask(self._loop, self._answer(answer, parsed))
-        self._serving = eager.task
-        eager.begin()
+        self._serving = self._loop.create_task(self._answer(answer, parsed))
 
     def refuse(self, reason: Refusal) -> None:
         """Answer 429, and go on with the next request."""
@@ -588,8 +582,7 @@ class Connection(web.RequestHandler):
             response = await answer(request)
             self._answering_since_at = time.monotonic()
             if self.transport is not None:
-                self._entrance.refusals.write()
-                self._write(straight.written(request, response))
+                self.transport.write(straight.written(request, response))
                 if self.writing_paused:
                     await self._drain_helper()
             if straight.closes(request, response):
@@ -602,18 +595,6 @@ class Connection(web.RequestHandler):
         finally:
             self._serving = None
             self._answered()
-
-    def _write(self, answer: bytes) -> None:
-        """Write an answer: what is ahead of others is not kept until the turn of the loop ends, as uvloop would."""
-        wire = self.transport
-        assert wire is not None
-        is_ahead = self.slot is not None and self.slot.is_ahead
-        if is_ahead and not wire.is_closing() and not wire.get_write_buffer_size():
-            num_sent = self._kernel.send(answer)
-            if num_sent == len(answer):
-                return
-            answer = answer[num_sent:]
-        wire.write(answer)
 
     def handle_error(
         self,

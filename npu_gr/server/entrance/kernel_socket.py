@@ -53,15 +53,6 @@ class KernelSocket:
         ms = int.from_bytes(info[_LAST_DATA_RECV:], sys.byteorder)
         return max(0.0, ms * 1e-3 - _JIFFY_S)
 
-    def send(self, data: bytes) -> int:
-        """Send now what the kernel takes of bytes before which the transport holds none; returns how many it took."""
-        if self._socket is None or not self.is_clear:
-            return 0
-        try:
-            return self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except OSError:  # it takes none now, or the connection is lost: the transport finds out which
-            return 0
-
     def has_unsent(self) -> bool:
         """Whether the kernel holds bytes that the other side has not acknowledged."""
         return self._socket is not None and any(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))
