@@ -134,6 +134,7 @@ class Gauges(msgspec.Struct, frozen=True, array_like=True):
     places: dict[str, dict[str, int]]  # kind -> place -> requests at its door
     connections: dict[str, int]  # by state
     paused: int
+    lent: int
     receiving_bytes: int
     in_flight: int
     refusals_per_s: float

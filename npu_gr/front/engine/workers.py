@@ -221,6 +221,7 @@ class FrontWorkers:
             self,
             {state.value: partial(self._sum, partial(_connections, state.value)) for state in ConnectionState},
             partial(self._sum, lambda gauges: gauges.paused),
+            partial(self._sum, lambda gauges: gauges.lent),
             partial(self._sum, lambda gauges: gauges.receiving_bytes),
             partial(self._sum, lambda gauges: gauges.refusals_per_s),
         )

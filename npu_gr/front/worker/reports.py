@@ -113,6 +113,7 @@ class Reports:
             places={kind: self._door.counts(kind) for kind in KINDS},
             connections={state.value: entrance.count(state) for state in State},
             paused=entrance.num_paused,
+            lent=entrance.num_lent,
             receiving_bytes=entrance.receiving_bytes,
             in_flight=int(next(iter(self._metrics.requests.in_flight.collect())).samples[0].value),
             refusals_per_s=entrance.pacer.refusals_per_s,

@@ -49,6 +49,7 @@ class DoorMetrics:
         self._window = make.gauge("door_window_requests", "Requests of the kind that may be inside.", ("kind",))
         self._connections = make.gauge("connections", "Open connections.", ("state",))
         self._paused = make.gauge("connections_paused", "Connections that were refused and are not read for a moment.")
+        self._lent = make.gauge("connections_lent", "Connections that were refused and that a native thread reads.")
         self._refusals = make.gauge("door_refusals_per_second_limit", "That clients who retry at once are held to.")
         self._receiving = make.gauge("receiving_bytes", "Bodies that arrive or wait.")
         self.before_scrape: Callable[[], None] = lambda: None  # counts what is counted in bulk
@@ -60,6 +61,7 @@ class DoorMetrics:
         door: ObservedDoor,
         connections: Mapping[str, Callable[[], int]],
         paused: Callable[[], int],
+        lent: Callable[[], int],
         receiving_bytes: Callable[[], int],
         refusals_per_s: Callable[[], float],
     ) -> None:
@@ -69,6 +71,7 @@ class DoorMetrics:
             door: whose places and paces.
             connections: for each state of a connection, counts those in it.
             paused: counts connections that are not read.
+            lent: counts connections that the shedder reads.
             receiving_bytes: of bodies.
             refusals_per_s: that clients who retry at once are held to.
         """
@@ -80,6 +83,7 @@ class DoorMetrics:
         for state, count in connections.items():
             self._connections.labels(state).set_function(count)
         self._paused.set_function(paused)
+        self._lent.set_function(lent)
         self._receiving.set_function(receiving_bytes)
         self._refusals.set_function(refusals_per_s)
 

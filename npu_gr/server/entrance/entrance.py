@@ -97,6 +97,7 @@ class Entrance:
             door,
             {state.value: partial(self.count, state) for state in State},
             lambda: self.num_paused,
+            lambda: self.num_lent,
             lambda: self.receiving_bytes,
             lambda: self.pacer.refusals_per_s,
         )
@@ -124,6 +125,11 @@ class Entrance:
     def num_paused(self) -> int:
         """Connections that are not read for a moment."""
         return len(self.pacer) + len(self.rate_pacer)
+
+    @property
+    def num_lent(self) -> int:
+        """Connections that the shedder reads."""
+        return 0 if self.shedder is None else len(self.shedder)
 
     @property
     def receiving_bytes(self) -> int:

@@ -560,6 +560,39 @@ async def test_another_tenant_goes_up_to_the_door() -> None:
             assert asked == ["small"]
 
 
+async def test_more_keys_than_it_knows_are_refused_by_the_door_and_the_known_ones_still_here() -> None:
+    async with site(trusted_proxies=["127.0.0.0/8"]) as at:
+        with await at.service.fill():
+            raw = await at.connect()
+            budgets = [b"X-Request-Timeout-Ms: %d\r\n\r\n" % (1000 + n) for n in range(3 * MOST_PATTERNS)]
+            requests = [WHOLE.replace(HEAD_END, b"\r\n" + line, 1) for line in budgets]
+            for request in requests:
+                raw.send(request)
+                assert (await raw.answer())[0] == 429
+            shedder = at.entrance.shedder
+            assert shedder is not None
+            assert None not in shedder._patterns
+            asked = []
+            arrive = at.service.door.arrive
+
+            def ask(*args: Any) -> Any:
+                asked.append(args)
+                return arrive(*args)
+
+            at.service.door.arrive = ask  # type: ignore[method-assign, assignment]
+            for _ in range(5):
+                raw.send(requests[0])
+                assert (await raw.answer())[0] == 429
+                await asyncio.sleep(0.01)
+            assert len(asked) <= 1  # the one by which it was lent
+            assert at.count("connections_lent") == 1
+            asked.clear()
+            raw.send(requests[-1])
+            assert (await raw.answer())[0] == 429
+            assert len(asked) == 1
+        await until(lambda: at.count("admissions_total", kind="rank", verdict="overloaded") == 3 * MOST_PATTERNS + 6)
+
+
 async def test_pieces_and_pipelined_requests_are_answered_in_their_order() -> None:
     async with site() as at:
         with await at.service.fill():
