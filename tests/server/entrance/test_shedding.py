@@ -405,6 +405,7 @@ def test_a_caller_that_retries_at_once_goes_back_but_a_proxy_does_not(
     while not ups and time.monotonic() < began_at + 0.5:
         caller.sendall(WHOLE)
         assert caller.recv(4096) == ANSWER
+        time.sleep(0.002)  # the thread is done with it
         ups = bare.take()
     if is_proxy:
         assert ups == []
