@@ -44,7 +44,6 @@ namespace {
 enum { MOST_EVENTS = 16, MOST_SEEN = 256 };  // connections of one round, and of one sweep
 enum { MOST_DESCRIPTORS = 1 << 20 };         // of the process; what has a higher number is not lent
 const double SWEEP_S = 0.001;                // between two sweeps: each takes all that came, and a refusal is no later
-const double REST_S = 2e-5;    // after a sweep, for each that it has seen: more refusals take cores that serve
 const double TELL_S = 0.002;   // from `turn` to the owner's next look, while requests are refused: quotas grow old
 const double RETRY_S = 0.01;   // as RETRY_S of npu_gr/server/entrance/pacing.py
 const double JIFFY_S = 0.004;  // the step of the kernel's clock
@@ -308,7 +307,7 @@ struct Work {
     while (true) {
       const int num_seen = sweep();
       bool for_requests = false;
-      double seconds = fmax(SWEEP_S, num_seen * REST_S);
+      double seconds = SWEEP_S;
       {
         Locked locked(shedder);
         if (shedder->ends) return;
