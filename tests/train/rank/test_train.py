@@ -22,6 +22,7 @@ from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.paired import Difference
+from npu_gr.train.rank import neighbour_kinds
 from npu_gr.train.rank import train as module
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
@@ -49,7 +50,9 @@ TINY = TrainOptions(
 GENRES = [ItemValues("genre", ["a", "b"], {item * 10: [item % 2] for item in range(NUM_ITEMS)})]
 
 
-def test_the_ranker_learns_the_rule_and_the_users() -> None:
+def test_the_ranker_learns_the_rule_and_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule is of the last item, so the neighbours alone know it where they are those of the last events."""
+    monkeypatch.setattr(neighbour_kinds, "KINDS", KINDS[1:])
     options = msgspec.structs.replace(TINY, epochs=20, patience=0, learning_rate=1e-2, dropout=0.0, click_ratio=0.5)
     _, found = train_rank(planted(), GENRES, options)
     popularity = found.baselines[0]
