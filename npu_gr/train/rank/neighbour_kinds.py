@@ -2,10 +2,11 @@
 
     cosine   shrunk, as `neighbours.py` counts it; of the last five events, or of 500
     EASE     what an item adds to another one by the linear autoencoder, where that is above 0; of 500 events
-    summed   the similarities to all items of the history together, not their mean
+    summed   the cosines to all items of the history together, not their mean
 
 A sum counts the more against popularity the more of the user is known; of a mean, thirty items say no more than three.
-On logs with few events it is the best kind, and the validation of such a log cannot tell: so it is the first one.
+On logs with few events it is the best kind, and the validation of such a log cannot tell: so it is the first one. EASE
+is not summed: on the validation of MovieLens its sum is worse than its mean (NDCG@10 .1302, .1365).
 
 Where the order of events says much, five events say more than all. Where it says nothing all do, and EASE does best on
 a log whose items have many events: it takes off what a pair has in common through other items. 500, because a request
@@ -62,9 +63,8 @@ KINDS = (
     USUAL,
     NeighbourKind(LAST_ITEMS),
     NeighbourKind(MANY_ITEMS),
-    NeighbourKind(MANY_ITEMS, 100.0, is_summed=True),
     NeighbourKind(MANY_ITEMS, 100.0),
-    NeighbourKind(MANY_ITEMS, 1000.0, is_summed=True),
+    NeighbourKind(MANY_ITEMS, 1000.0),
 )
 """The one first that is taken where the validation cannot tell."""
 
