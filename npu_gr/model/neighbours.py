@@ -31,6 +31,7 @@ class Neighbours:
     items: I32  # [I, K] item rows, ascending; -1 = padding, which comes first
     similarity: F32  # [I, K] above 0; 0 in the padding
     last_items: int = LAST_ITEMS  # events of a history that are read: the newest
+    is_summed: bool = False  # whether the order counts the sum of the similarities, not their mean
 
     def __post_init__(self) -> None:
         """Check shapes and values.
@@ -51,7 +52,12 @@ class Neighbours:
             raise ValueError("similarity: needs finite numbers above 0, and 0 in the padding")
 
     def means(self, history: I64, candidates: I64) -> npt.NDArray[np.float64]:
-        """Compute what each candidate has in common with an item of the history, on average.
+        """Compute what each candidate has in common with an item of the history, on average; as `sums`."""
+        sums, num_rows = self._looked_up(history, candidates)
+        return sums / max(1, num_rows)
+
+    def sums(self, history: I64, candidates: I64) -> npt.NDArray[np.float64]:
+        """Compute what each candidate has in common with all items of the history together.
 
         Args:
             history: int64 [n] item rows, oldest first; the last `last_items` count, each item once, and new ones are
@@ -61,19 +67,23 @@ class Neighbours:
         Returns:
             float64 [c], 0 or more.
         """
+        return self._looked_up(history, candidates)[0]
+
+    def _looked_up(self, history: I64, candidates: I64) -> tuple[npt.NDArray[np.float64], int]:
+        """Look up the candidates' sums, [c], and count the items that are summed over."""
         found, sums, num_rows = self._sums(history)
-        means = np.zeros(len(candidates))
+        of_candidates = np.zeros(len(candidates))
         if len(found):
             place = np.minimum(np.searchsorted(found, candidates), len(found) - 1)
             is_found = found[place] == candidates
-            means[is_found] = sums[place[is_found]] / num_rows
-        return means
+            of_candidates[is_found] = sums[place[is_found]]
+        return of_candidates, num_rows
 
     def top(self, history: I64, k: int) -> I64:
         """Retrieve what has most in common with the history.
 
         Args:
-            history: as of `means`.
+            history: as of `sums`.
             k: most items.
 
         Returns:

@@ -6,7 +6,8 @@
     r      logit of the task named `task`
     m      log of P(i | last events): the transitions of the last five events, the newest with weight 1, each older one
            with .6 of the next newer one's
-    n      log(1 + 100 x the mean similarity of the item to those of the history), of its neighbours
+    n      log(1 + 100 x the mean similarity of the item to those of the history), of its neighbours; where they are
+           summed, log(1 + 10 x the sum of these similarities)
     pop    log of the item's share of the events, smoothed
     seen   1 if the item is in the history
 
@@ -27,6 +28,7 @@ among, which decide nothing. As part of a history it leads to what is popular, a
 
 A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order. A file of format 1
 has no neighbours, and one without a weight of the popularity does not count it: its order is that of the other terms.
+One whose scale is 10 has neighbours that are summed.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ DECAY = 0.6  # of an event's weight, with each newer event; and of a pair's coun
 LAST_EVENTS = 5  # of a history that are read, and most events that a counted pair is apart
 PRIOR = 10.0  # transitions that the popularity counts for
 SCALE = 100.0  # of a mean similarity
+SUM_SCALE = 10.0  # of a sum of similarities
 MAX_POPULAR = 2000  # items that are found because they are popular, those in the history included
 _LEAST = 1e-12  # probability that rounding leaves to the rest of a row
 _ROWS_AT_ONCE = 1 << 16  # of a large catalogue's table, in double precision
@@ -73,7 +76,7 @@ class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prior: float = PRIOR
     last_events: int = LAST_EVENTS
     last_items: int | msgspec.UnsetType = msgspec.UNSET  # of format 2, and the next
-    scale: float | msgspec.UnsetType = msgspec.UNSET
+    scale: float | msgspec.UnsetType = msgspec.UNSET  # which says whether a mean or a sum is scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,6 +140,11 @@ class Order:
         return rest
 
     @property
+    def scale(self) -> float:
+        """Factor of the mean similarity, or of the sum, within the logarithm."""
+        return SUM_SCALE if self.neighbours is not None and self.neighbours.is_summed else SCALE
+
+    @property
     def num_items(self) -> int:
         """Items of the catalogue that the transitions were counted over."""
         return len(self.popularity)
@@ -181,7 +189,8 @@ class Order:
         """
         if self.neighbours is None:
             return np.zeros(len(candidates), np.float32)
-        alike = np.log1p(SCALE * self.neighbours.means(history, candidates)).astype(np.float32)
+        similarity = self.neighbours.sums if self.neighbours.is_summed else self.neighbours.means
+        alike = np.log1p(self.scale * similarity(history, candidates)).astype(np.float32)
         return self._neutral(alike, candidates)
 
     def popular(self, candidates: I64) -> F32:
@@ -241,7 +250,7 @@ def save_order(order: Order, folder: Path) -> None:
     tensors = {name: getattr(order, name) for name in _TENSORS}
     if order.neighbours is not None:
         last_items = order.neighbours.last_items
-        notes = msgspec.structs.replace(notes, format=_WITH_NEIGHBOURS, last_items=last_items, scale=SCALE)
+        notes = msgspec.structs.replace(notes, format=_WITH_NEIGHBOURS, last_items=last_items, scale=order.scale)
         tensors |= {"neighbours": order.neighbours.items, "similarity": order.neighbours.similarity}
     else:  # as an older version writes and reads it
         del notes.weights["neighbours"]
@@ -278,7 +287,8 @@ def load_order(folder: Path) -> Order | None:
         if not has_neighbours:
             return Order(task=notes.task, weights=weights | {"neighbours": 0.0}, **tensors)
         assert notes.last_items is not msgspec.UNSET, "of this version"
-        neighbours = Neighbours(tensors.pop("neighbours"), tensors.pop("similarity"), notes.last_items)
+        is_summed = notes.scale == SUM_SCALE
+        neighbours = Neighbours(tensors.pop("neighbours"), tensors.pop("similarity"), notes.last_items, is_summed)
         return Order(task=notes.task, weights=weights, neighbours=neighbours, **tensors)
     except (OSError, SafetensorError, msgspec.MsgspecError, ValueError) as error:
         raise CheckpointError(f"order {path}: {error}") from error
@@ -290,4 +300,5 @@ def _of_this_version(notes: _Notes) -> _Notes:
     if notes.format != _WITH_NEIGHBOURS:
         return found
     last_items = LAST_ITEMS if notes.last_items is msgspec.UNSET else notes.last_items
-    return msgspec.structs.replace(found, format=_WITH_NEIGHBOURS, last_items=last_items, scale=SCALE)
+    scale = SUM_SCALE if notes.scale == SUM_SCALE else SCALE
+    return msgspec.structs.replace(found, format=_WITH_NEIGHBOURS, last_items=last_items, scale=scale)

@@ -10,7 +10,7 @@ import numpy as np
 from npu_gr.backend.base import Backend
 from npu_gr.backend.calls import OrderCall, OrderTables
 from npu_gr.core.arrays import F32, I64
-from npu_gr.model.order import DECAY, LAST_EVENTS, SCALE, WEIGHTS, Order
+from npu_gr.model.order import DECAY, LAST_EVENTS, WEIGHTS, Order
 
 
 class OrderSum:
@@ -67,6 +67,7 @@ def _tables(order: Order) -> OrderTables:
         np.empty(none, np.int32) if neighbours is None else neighbours.items,
         np.empty(none, np.float32) if neighbours is None else neighbours.similarity,
         DECAY,
-        SCALE,
+        order.scale,
+        neighbours is not None and neighbours.is_summed,
         (retrieval, click, transitions, alike, popularity, seen),
     )

@@ -14,7 +14,8 @@ struct OrderTables {
   const float *similarity;     // [I, K]
   const float *rest, *shares;  // [I + 1], the last of a new item
   int64_t num_items, num_successors, num_neighbours;
-  double decay, scale;  // of an event with each newer one; of a mean similarity
+  int64_t is_summed;    // similarities: 1: their sum counts, 0: their mean
+  double decay, scale;  // of an event with each newer one; of a mean similarity, or of a sum
   float retrieval, click, transitions, alike, popularity, seen;  // weights
 };
 

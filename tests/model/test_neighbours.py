@@ -64,6 +64,8 @@ def test_means_and_the_best_of_them_are_those_of_the_definition(
     assert neighbours.means(rows, candidates).tolist() == want[candidates].tolist()
     twice = np.concatenate([candidates, candidates])
     assert neighbours.means(rows, twice).tolist() == want[twice].tolist()
+    num_read = len({item for item in history[-last_items:] if item < ITEMS})
+    np.testing.assert_allclose(neighbours.sums(rows, twice), want[twice] * num_read, rtol=1e-12)
     best = [item for item in np.argsort(-want, kind="stable").tolist() if want[item] > 0]
     for k in (0, 3, ITEMS):
         assert neighbours.top(rows, k).tolist() == best[:k]

@@ -43,7 +43,7 @@ def order(seed: int) -> Order:
         successors=successors,
         log_prob=log_prob.astype(np.float32),
         popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
-        neighbours=Neighbours(similar, similarity.astype(np.float32), int(random.integers(1, 12)))
+        neighbours=Neighbours(similar, similarity.astype(np.float32), int(random.integers(1, 12)), bool(seed % 2))
         if seed % 5
         else None,
     )
@@ -86,8 +86,9 @@ def test_a_sum_depends_on_no_other_known_candidate(isa: str) -> None:
         assert one(history, rows[part], None, click[part], None).tobytes() == every[part].tobytes()
 
 
+@pytest.mark.parametrize("is_summed", [False, True])
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_size_of_the_catalogue_changes_no_sum(isa: str) -> None:
+def test_the_size_of_the_catalogue_changes_no_sum(isa: str, is_summed: bool) -> None:
     """Few items have a sum each; among many the candidates are looked up. To the last bit it is the same."""
     random = np.random.default_rng(7)
     num_items, num_others, num_liked = 700, 80_000, 500
@@ -110,6 +111,7 @@ def test_the_size_of_the_catalogue_changes_no_sum(isa: str) -> None:
             np.concatenate([similarity, of_others]),
             DECAY,
             SCALE,
+            is_summed,
             (1.0,) * len(WEIGHTS),
         )
         kernel = CPUBackend(isa=isa).order_sums(tables)
@@ -119,10 +121,11 @@ def test_the_size_of_the_catalogue_changes_no_sum(isa: str) -> None:
     every = OrderCall(recent, 5, num_liked, candidates, None, None, None)
     few, many = [kernel(every) for kernel in kernels]
     assert few.tobytes() == many.tobytes()
-    means = Neighbours(similar, similarity, num_liked).means(recent, candidates)
-    assert np.count_nonzero(means) > 150
+    neighbours = Neighbours(similar, similarity, num_liked)
+    alike = (neighbours.sums if is_summed else neighbours.means)(recent, candidates)
+    assert np.count_nonzero(alike) > 150
     only = few - kernels[0](every._replace(num_liked=0))
-    np.testing.assert_allclose(only, np.log1p(SCALE * means), rtol=0, atol=ULPS * 20)
+    np.testing.assert_allclose(only, np.log1p(SCALE * alike), rtol=0, atol=ULPS * 20)
 
 
 @pytest.mark.parametrize("backend", [None, ReferenceBackend(), CPUBackend()], ids=["numpy", "reference", "cpu"])

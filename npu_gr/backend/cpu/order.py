@@ -18,7 +18,7 @@ from npu_gr.backend.cpu.library import Native, address
 class _Tables(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("successors", "log_prob", "neighbours", "similarity", "rest", "shares")),
-        *((name, c_int64) for name in ("num_items", "num_successors", "num_neighbours")),
+        *((name, c_int64) for name in ("num_items", "num_successors", "num_neighbours", "is_summed")),
         *((name, c_double) for name in ("decay", "scale")),
         *((name, c_float) for name in ("retrieval", "click", "transitions", "alike", "popularity", "seen")),
     ]
@@ -56,7 +56,8 @@ class NativeOrder:
         self._tables = pointer(
             _Tables(
                 *tables_at, address(held.rest), address(held.shares),
-                num_items, num_successors, held.neighbours.shape[1], held.decay, held.scale, *held.weights,
+                num_items, num_successors, held.neighbours.shape[1], held.is_summed,
+                held.decay, held.scale, *held.weights,
             )
         )  # fmt: skip
 

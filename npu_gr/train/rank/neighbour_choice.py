@@ -1,6 +1,6 @@
 """Choose the kind of the neighbours: the one whose fitted order is best on the validation.
 
-A less simple kind takes the place of the best one before it if it is better by more than a standard error, paired by
+A later kind takes the place of the best one before it if it is better by more than a standard error, paired by
 user: by NDCG@10, which is what is shown; or by the likelihood, if NDCG@10 is no lower. The likelihood tells kinds apart
 where hits are rare, but it also counts items that nobody sees.
 """
@@ -35,7 +35,7 @@ def choose_kind(
     """Fit the order with the neighbours of each kind, and choose the best.
 
     Args:
-        counted: kind -> transitions and neighbours, the simplest first; they differ in their neighbours only.
+        counted: kind -> transitions and neighbours, the usual kind first; they differ in their neighbours only.
         log: holds the events.
         lists: of the targets.
         targets: the validation's next items, at least one.

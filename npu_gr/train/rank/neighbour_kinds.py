@@ -2,6 +2,11 @@
 
     cosine   shrunk, as `neighbours.py` counts it; of the last five events, or of 500
     EASE     what an item adds to another one by the linear autoencoder, where that is above 0; of 500 events
+    summed   the cosines to all items of the history together, not their mean
+
+A sum counts the more against popularity the more of the user is known; of a mean, thirty items say no more than three.
+On logs with few events it is the best kind, and the validation of such a log cannot tell: so it is the first one. EASE
+is not summed: on the validation of MovieLens its sum is worse than its mean (NDCG@10 .1302, .1365).
 
 Where the order of events says much, five events say more than all. Where it says nothing all do, and EASE does best on
 a log whose items have many events: it takes off what a pair has in common through other items. 500, because a request
@@ -31,12 +36,13 @@ class NeighbourKind(NamedTuple):
 
     last_items: int  # events of a history that are read
     ridge: float | None = None  # of EASE; None = the cosine
+    is_summed: bool = False  # whether the sum of the similarities counts, not their mean
 
     @property
     def name(self) -> str:
         """In words."""
         similarity = "cosine" if self.ridge is None else f"EASE, ridge {self.ridge:g}"
-        return f"{similarity}, last {self.last_items}"
+        return f"{similarity}, last {self.last_items}{', summed' if self.is_summed else ''}"
 
     def counted(self, log: InteractionLog) -> Neighbours:
         """Count the neighbours in the trained events of a log.
@@ -45,21 +51,31 @@ class NeighbourKind(NamedTuple):
             DataError: the log is too large for EASE.
         """
         found = count_neighbours(log) if self.ridge is None else ease_neighbours(log, self.ridge)
-        return Neighbours(found.items, found.similarity, self.last_items)
+        return self._read(found)
+
+    def _read(self, found: Neighbours) -> Neighbours:
+        """Read counted neighbours as this kind does."""
+        return replace(found, last_items=self.last_items, is_summed=self.is_summed)
 
 
-USUAL = NeighbourKind(LAST_ITEMS)
-KINDS = (USUAL, NeighbourKind(MANY_ITEMS), NeighbourKind(MANY_ITEMS, 100.0), NeighbourKind(MANY_ITEMS, 1000.0))
-"""The simplest first."""
+USUAL = NeighbourKind(MANY_ITEMS, is_summed=True)
+KINDS = (
+    USUAL,
+    NeighbourKind(LAST_ITEMS),
+    NeighbourKind(MANY_ITEMS),
+    NeighbourKind(MANY_ITEMS, 100.0),
+    NeighbourKind(MANY_ITEMS, 1000.0),
+)
+"""The one first that is taken where the validation cannot tell."""
 
 
 def count_kinds(log: InteractionLog) -> dict[NeighbourKind, Neighbours]:
-    """Count the neighbours of every kind in the trained events, each similarity once; the simplest kind comes first."""
+    """Count the neighbours of every kind in the trained events, each similarity once; the usual kind comes first."""
     counted: dict[float | None, Neighbours] = {}
     for kind in _kinds_of(log):
         if kind.ridge not in counted:
             counted[kind.ridge] = kind.counted(log)
-    return {kind: replace(counted[kind.ridge], last_items=kind.last_items) for kind in _kinds_of(log)}
+    return {kind: kind._read(counted[kind.ridge]) for kind in _kinds_of(log)}
 
 
 def _kinds_of(log: InteractionLog) -> Sequence[NeighbourKind]:

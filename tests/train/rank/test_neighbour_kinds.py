@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from npu_gr.model.neighbours import LAST_ITEMS
 from npu_gr.model.order import WEIGHTS, Order
 from npu_gr.train.baselines.choose import graph_of
 from npu_gr.train.baselines.linear import EASE
@@ -70,7 +71,14 @@ def test_every_kind_is_counted_with_its_events(log: InteractionLog) -> None:
         assert np.array_equal(neighbours.items, want.items)
         assert np.array_equal(neighbours.similarity, want.similarity)
         assert neighbours.last_items == kind.last_items == kind.counted(log).last_items
-    assert [kind.name for kind in KINDS[:3]] == ["cosine, last 5", "cosine, last 500", "EASE, ridge 100, last 500"]
+        assert neighbours.is_summed == kind.is_summed == kind.counted(log).is_summed
+    assert [kind.name for kind in KINDS] == [
+        "cosine, last 500, summed",
+        "cosine, last 5",
+        "cosine, last 500",
+        "EASE, ridge 100, last 500",
+        "EASE, ridge 1000, last 500",
+    ]
 
 
 @pytest.mark.parametrize("bound", ["MAX_EDGES", "ease_is_too_large"])
@@ -78,7 +86,7 @@ def test_a_log_that_is_too_large_for_ease_has_the_cosine(
     log: InteractionLog, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
     monkeypatch.setattr(module, bound, 10 if bound == "MAX_EDGES" else lambda _: "too large")
-    assert [kind.ridge for kind in count_kinds(log)] == [None, None]
+    assert [kind.ridge for kind in count_kinds(log)] == [None, None, None]
 
 
 def lists_of(log: InteractionLog, targets: list[NextItem]) -> list[ItemList]:
@@ -136,7 +144,7 @@ def test_a_kind_is_chosen_by_what_is_shown_and_else_by_the_likelihood(
     is_chosen: bool,
 ) -> None:
     targets = log.next_items()[:4]
-    counted = orders(log, USUAL, NeighbourKind(MANY_ITEMS))
+    counted = orders(log, NeighbourKind(LAST_ITEMS), NeighbourKind(MANY_ITEMS))
 
     def figures(gaps: list[float], order: Order) -> F64:
         assert order.neighbours is not None
@@ -145,7 +153,7 @@ def test_a_kind_is_chosen_by_what_is_shown_and_else_by_the_likelihood(
     monkeypatch.setattr(neighbour_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
     monkeypatch.setattr(neighbour_choice, "list_likelihood", lambda order, *_: figures(likely, order))
     found = choose_kind(counted, log, lists_of(log, targets), targets)
-    assert found.kind == (NeighbourKind(MANY_ITEMS) if is_chosen else USUAL)
+    assert found.kind == (NeighbourKind(MANY_ITEMS) if is_chosen else NeighbourKind(LAST_ITEMS))
 
 
 def test_of_equal_kinds_the_simplest_stays(log: InteractionLog) -> None:

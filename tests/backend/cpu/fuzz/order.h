@@ -32,6 +32,7 @@ struct Counted {  // [I, width] rows, ascending behind padding, and a number of 
 void order_sums() {
   const int64_t items = 1 + below(30), count = below(40), num_recent = below(7);
   const int64_t num_followed = below(num_recent + 1), num_liked = below(num_recent + 1);
+  const int64_t is_summed = below(2);
   const Counted follows(items, below(9), -6, -2), alike(items, below(9), 0.01f, 2);
   const auto rest = Matrix<float>::contiguous(1, items + 1), shares = Matrix<float>::contiguous(1, items + 1);
   for (int64_t i = 0; i <= items; i++) rest.at(0, i) = fabsf(rest.at(0, i)) + 0.01f;
@@ -44,6 +45,7 @@ void order_sums() {
                               items,
                               follows.width,
                               alike.width,
+                              is_summed,
                               0.6,
                               100,
                               0.7f,
@@ -110,7 +112,7 @@ void order_sums() {
       similarity += alike.of(item, row, 0);
     }
     m.push_back(num_followed ? log(mixed / weights) : share);
-    n.push_back(similarity > 0 ? log1p(100 * similarity / distinct) : 0);
+    n.push_back(similarity > 0 ? log1p(100 * similarity / (is_summed ? 1 : distinct)) : 0);
     if (known(row) < items) mean_m += m.back(), mean_n += n.back(), mean_p += share, num_known++;
   }
   for (int64_t c = 0; c < count; c++) {
