@@ -271,9 +271,7 @@ def _finish(ended: list[_Ended]) -> None:
             job.has_ended = True
             if not future.done():
                 future.end(result)
-            elif (
-                job.let_go is not None
-            ):  # its submitter was cancelled, and waits until the device has let go of the job
+            elif job.let_go is not None:  # its submitter was cancelled, and waits until the device has let go of it
                 job.let_go.set_result(None)
     finally:
         if rest := list(left):  # the process is told to end: those who still wait must not wait for ever

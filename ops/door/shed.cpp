@@ -17,7 +17,7 @@
 //   S2  between two calls of `take` no more requests of a pattern go up than the larger of its last two quotas
 //   S3  no call waits for more than one round: MOST_EVENTS requests
 //
-// The mutex is held for less than a microsecond at a time; the calls of the kernel that take longer are outside of it.
+// While the mutex is held, a request that goes up is copied, and the epoll set is changed; nothing is read or sent.
 #include "shed_call.h"
 
 #include <errno.h>
@@ -461,8 +461,8 @@ NPU_GR_API void npu_gr_shed_stop(Shedder *shedder, int64_t fd, int64_t lent_as) 
   epoll_ctl(shedder->lent_fd, EPOLL_CTL_DEL, static_cast<int>(fd), nullptr);
 }
 
-// Say when a lent connection was answered last, and since when each of its requests has come at once, on the monotonic
-// clock. 0: it was not lent.
+// Say when a connection was answered last while it was lent, and since when each of its requests has come at once, on
+// the monotonic clock. 0: the descriptor was never lent.
 NPU_GR_API void npu_gr_shed_times(Shedder *shedder, int64_t fd, double *answered_at, double *at_once_since_at) {
   *answered_at = *at_once_since_at = 0;
   if (fd < 0 || fd >= MOST_DESCRIPTORS) return;

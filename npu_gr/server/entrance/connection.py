@@ -146,7 +146,7 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         self._abort_handshake = None
         bound_read_ahead(transport)
-        self.began_at = time.monotonic()
+        self.began_at = self.at_once_since_at = time.monotonic()
         self._wire = cast("asyncio.Transport", transport)
         is_tls = transport.get_extra_info("sslcontext") is not None
         self._kernel = KernelSocket(transport.get_extra_info("socket"), is_tls=is_tls)
@@ -240,8 +240,9 @@ class Connection(web.RequestHandler):
         """Read again, after the shedder; `Lendable` has the arguments."""
         self.is_lent = False
         if self._entrance.shedder is not None:
-            answered_at, self.at_once_since_at = self._entrance.shedder.times(self.descriptor)
-            self.began_at = max(self.began_at, answered_at)
+            answered_at, since_at = self._entrance.shedder.times(self.descriptor)
+            if answered_at:  # else the shedder did not take it
+                self.began_at, self.at_once_since_at = max(self.began_at, answered_at), since_at
         if was_abandoned is not None:
             self._entrance.abandoned(was_abandoned, self._kernel.received_ago_s())
             self.force_close()
@@ -343,7 +344,7 @@ class Connection(web.RequestHandler):
                 idle_since_at = self.began_at
                 self.began_at = min(self._read_at - self._kernel.received_ago_s(), self._came_at)
                 self._came_at = float("inf")
-                if self.began_at - idle_since_at > RETRY_S or not self.at_once_since_at:
+                if self.began_at - idle_since_at > RETRY_S:
                     self.at_once_since_at = self.began_at
             try:
                 num_bytes = self._framed()
