@@ -1,4 +1,4 @@
-"""The native shedder alone: equal keys are equal to the door; nothing is lost, overwritten, raced or above its quota."""
+"""The native shedder alone: its keys are equal as to the door; nothing is lost, overwritten, raced or over a quota."""
 
 from __future__ import annotations
 

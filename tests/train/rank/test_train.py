@@ -17,17 +17,15 @@ from rich.console import Console
 
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.model.neighbours import LAST_ITEMS
 from npu_gr.model.order import Order
 from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.paired import Difference
-from npu_gr.train.rank import neighbour_kinds
 from npu_gr.train.rank import train as module
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbour_kinds import KINDS, NeighbourKind
+from npu_gr.train.rank.neighbour_kinds import KINDS
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ItemList, count_transitions
 from npu_gr.train.rank.tasks import Task
@@ -51,9 +49,7 @@ TINY = TrainOptions(
 GENRES = [ItemValues("genre", ["a", "b"], {item * 10: [item % 2] for item in range(NUM_ITEMS)})]
 
 
-def test_the_ranker_learns_the_rule_and_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule is of the last item, so the neighbours alone know it where they are those of the last events."""
-    monkeypatch.setattr(neighbour_kinds, "KINDS", (NeighbourKind(LAST_ITEMS),))
+def test_the_ranker_learns_the_rule_and_the_users() -> None:
     options = msgspec.structs.replace(TINY, epochs=20, patience=0, learning_rate=1e-2, dropout=0.0, click_ratio=0.5)
     _, found = train_rank(planted(), GENRES, options)
     popularity = found.baselines[0]
