@@ -19,7 +19,7 @@ from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRout
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug.user import UserRoutes
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
-from npu_gr.server.entrance.tls_site import TLS
+from npu_gr.server.entrance.sites import TLS
 from npu_gr.server.health_routes import HealthRoutes
 from npu_gr.server.insight import Insight, OwnInsight
 from npu_gr.server.item_routes import ItemRoutes

@@ -19,7 +19,7 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.entrance.runner import DoorRunner
-from npu_gr.server.entrance.tls_site import TLS
+from npu_gr.server.entrance.sites import TLS
 from npu_gr.server.rpc.opening import RPC
 
 log = logging.getLogger(__name__)

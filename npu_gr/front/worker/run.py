@@ -32,7 +32,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.runner import DoorRunner
-from npu_gr.server.entrance.tls_site import TLS
+from npu_gr.server.entrance.sites import TLS
 from npu_gr.server.recording import add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.rpc.opening import RPC

@@ -208,6 +208,16 @@ class RequestMetrics:
         else:
             self._admissions[kind, AdmissionResult.IMPOSSIBLE].inc(num)
 
+    def abandoned(self, kind: str, num: int = 1) -> None:
+        """Count requests whose callers hung up before they were parsed.
+
+        Args:
+            kind: a name of `KINDS`.
+            num: how many since the last call.
+        """
+        self._requests(KINDS[kind].path, ABANDONED).inc(num)
+        self._admissions[kind, AdmissionResult.ABANDONED].inc(num)
+
     def broken(self, status: int) -> None:
         """Count a request that ended before its route was known: it was no HTTP, too slow, or too large."""
         self._requests("none", status).inc()

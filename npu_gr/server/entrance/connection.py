@@ -33,6 +33,8 @@ from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Hea
 from npu_gr.server.entrance.kernel_socket import KernelSocket
 from npu_gr.server.entrance.listener import Listener, State
 from npu_gr.server.entrance.pacing import RETRY_S
+from npu_gr.server.entrance.shed_library import UP_BYTES, UP_RETRIES
+from npu_gr.server.entrance.shedding import Newcomer
 from npu_gr.server.problem import problem
 
 REFUSED_AT_ONCE = 32  # pipelined requests; then the loop goes round, so that others are read, too
@@ -74,6 +76,7 @@ class Connection(web.RequestHandler):
         "is_trusted",
         "key",
         "listener",
+        "newcomer",
         "refused_at",
         "served",
         "slot",
@@ -109,6 +112,7 @@ class Connection(web.RequestHandler):
         self._came_in_pieces = False  # the request did
         self.is_lent = False  # to the shedder, which reads in our place
         self._is_shed = False  # a request like the present one may be refused without asking, once it was refused
+        self.newcomer: Newcomer | None = None  # what the shedder says of it, until it is made
         self._unread: bytes | bytearray = b""
         self._searched_bytes = 0  # of a head that is not whole yet, in vain
         self._head: Head | None = None
@@ -151,6 +155,19 @@ class Connection(web.RequestHandler):
         is_tls = transport.get_extra_info("sslcontext") is not None
         self._kernel = KernelSocket(transport.get_extra_info("socket"), is_tls=is_tls)
         self._entrance.opened(self)
+        newcomer, self.newcomer = self.newcomer, None
+        if newcomer is not None:
+            self._go_on_with(newcomer)
+
+    def _go_on_with(self, newcomer: Newcomer) -> None:
+        """Go on where the shedder has left off, which accepted the connection."""
+        if newcomer.why == UP_BYTES:
+            self.read(newcomer.data, newcomer.came_at)
+        elif newcomer.why == UP_RETRIES:
+            self.refused_at, self.at_once_since_at = time.monotonic(), float("-inf")
+            self._entrance.pacer.pause(self)
+        elif newcomer.data and self.transport is not None:
+            self.transport.write(newcomer.data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._entrance.closed(self)
@@ -160,7 +177,7 @@ class Connection(web.RequestHandler):
         if self._ticket is not None:
             assert self._kind is not None
             self._entrance.door.cancel(self._ticket)
-            self._entrance.abandoned(self._kind, time.monotonic() - self.began_at)
+            self._entrance.abandoned(self._kind)
             self._ticket = None
         if self._serving is not None:
             self._serving.cancel()
@@ -244,7 +261,7 @@ class Connection(web.RequestHandler):
             if answered_at:  # else the shedder did not take it
                 self.began_at, self.at_once_since_at = max(self.began_at, answered_at), since_at
         if was_abandoned is not None:
-            self._entrance.abandoned(was_abandoned, self._kernel.received_ago_s())
+            self._entrance.abandoned(was_abandoned)
             self.force_close()
             return
         if self.transport is not None and unsent:
@@ -481,7 +498,7 @@ class Connection(web.RequestHandler):
         if was_paused:
             self._entrance.pacer.resumed(has_hung_up=has_hung_up)
         if has_hung_up:
-            self._entrance.abandoned(kind, time.monotonic() - self.began_at)
+            self._entrance.abandoned(kind)
             self._unread = b""
             self._become_idle()
             self.force_close()

@@ -22,14 +22,13 @@ from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.door import Ended
-from npu_gr.metrics.registry.requests import ABANDONED
 from npu_gr.metrics.slo import is_promised
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers, shed_library
 from npu_gr.server.entrance.listener import Listener, State, Visitor, listeners
 from npu_gr.server.entrance.pacing import Pacer
 from npu_gr.server.entrance.refusals import Refusals
-from npu_gr.server.entrance.shedding import Lendable, Shedder
+from npu_gr.server.entrance.shedding import Acceptor, Lendable, Shedder
 from npu_gr.server.entrance.straight import Answer
 
 log = logging.getLogger(__name__)
@@ -77,6 +76,7 @@ class Entrance:
         self.rate_pacer = Pacer(time.monotonic, lambda at, wake: loop.call_at(at, wake), lambda: 0)
         self.refusals = Refusals(loop)
         self.shedder: Shedder | None = None  # made when a request was refused
+        self.acceptors: list[Acceptor] = []  # of the public address, in clear
         self._loop = loop
         self._shed_library = shed_library.load()
         if self._shed_library is None:
@@ -84,6 +84,7 @@ class Entrance:
         self.wrong_keys = Throttle()
         self.listeners = listeners(config)
         public = self.listeners[0]
+        self.has_proxies = bool(config.trusted_proxies)
         self.everything = Listener(  # for sockets that somebody else opens
             max_connections=public.max_connections, max_receiving_bytes=public.max_receiving_bytes
         )
@@ -144,7 +145,7 @@ class Entrance:
         self._connections.add(connection)
         listener.connections.add(connection)
         connection.is_trusted = self._is_trusted(connection)
-        if len(listener.connections) <= listener.max_connections:
+        if self._room_for(listener) >= 0:
             return
         idle = [c for c in listener.connections if c.state in _MAKE_ROOM and c is not connection]
         if idle:
@@ -155,6 +156,11 @@ class Entrance:
         elif connection.transport is not None:  # else it is told after the handshake
             self._metrics.door.ended(Ended.REFUSED)
             connection.end(answers.TOO_MANY_CONNECTIONS)
+
+    def _room_for(self, listener: Listener) -> int:
+        """How many more connections a listener may have; below 0: it has too many."""
+        newcomers = 0 if self.shedder is None or not listener.is_public else self.shedder.num_newcomers
+        return listener.max_connections - len(listener.connections) - newcomers
 
     def not_secured(self) -> None:
         """Count a connection whose TLS handshake came to nothing."""
@@ -176,6 +182,10 @@ class Entrance:
 
     # ---- requests
 
+    def room(self, kind: str, tenant: str, has_s: float, /) -> int:
+        """Say how many requests of a kind and a tenant, with so many seconds, the door would take now."""
+        return self.door.room(kind, tenant, has_s)
+
     def refused(self, kind: Kind[Any, Any], has_s: float, reason: Refusal, num: int = 1) -> None:
         """Count refusals at the door; the metrics have them before the next scrape.
 
@@ -194,9 +204,9 @@ class Entrance:
             self._refused[kind] = self._refused.get(kind, 0) + num
         self._uncounted.clear()
 
-    def abandoned(self, kind: Kind[Any, Any], after_s: float) -> None:
-        """Count a request whose caller hung up while it waited at the door."""
-        self._metrics.requests.done(kind.name, kind.path, ABANDONED, after_s)
+    def abandoned(self, kind: Kind[Any, Any], num: int = 1) -> None:
+        """Count requests whose callers hung up while they waited at the door."""
+        self._metrics.requests.abandoned(kind.name, num)
 
     def denied(self, kind: Kind[Any, Any] | None, status: int, after_s: float) -> None:
         """Count a request that was refused for its key before it was parsed."""
@@ -223,6 +233,12 @@ class Entrance:
         """Whether there is a shedder to lend connections to."""
         return self._shed_library is not None
 
+    @property
+    def most_newcomers(self) -> int:
+        """How many connections the shedder may have accepted."""
+        public = self.listeners[0]
+        return public.max_connections - len(public.connections)
+
     def shed(self, connection: Lendable, request: bytes | bytearray, kind: Kind[Any, Any], tenant: str) -> None:
         """Lend a connection whose request was refused at once, and refuse others like it as long as the door would.
 
@@ -234,7 +250,7 @@ class Entrance:
         if self.shedder is None:
             assert self._shed_library is not None
             try:
-                self.shedder = Shedder(self._shed_library, self._loop, self.door.room, self.refused, self.pacer)
+                self.shedder = Shedder(self._shed_library, self._loop, self, self.pacer)
             except OSError as error:
                 log.warning("every refusal is Python's from now on: %s", error)
                 self._shed_library = None
@@ -242,6 +258,13 @@ class Entrance:
         self.shedder.learn(request, kind, tenant, connection.has_s)
         if not connection.is_lent:
             self.shedder.offer(connection)
+
+    def accepts_no_more(self, acceptor: Acceptor) -> None:
+        """Let nobody accept in the place of an acceptor any more."""
+        if acceptor in self.acceptors:
+            self.acceptors.remove(acceptor)
+            if self.shedder is not None:
+                self.shedder.accept_no_more(acceptor)
 
     def _release(self, places: int) -> None:
         self.pacer.release(places)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from ssl import SSLContext
 from typing import Any
 
 from aiohttp import web
 
+from npu_gr.access.tls_listener import TlsListener
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.entrance.clear_listener import ClearListener
 from npu_gr.server.entrance.connection import Connection
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.entrance.listener import Listener
-from npu_gr.server.entrance.tls_site import TlsSite
+from npu_gr.server.entrance.sites import Accepting, Site
 
 _FOREVER_S = 86_400.0 * 365  # aiohttp's own keep-alive timer is not used: the entrance knows what a connection is doing
 
@@ -50,11 +52,19 @@ class DoorRunner(web.AppRunner):
             OSError: the address cannot be bound.
         """
         make = self._maker(listener)
-        site = (
-            _Site(self, make, listener, config.backlog, given)
-            if tls is None
-            else TlsSite(self, make, listener, config, tls, given)
-        )
+        begin: Callable[[Sequence[socket.socket]], Accepting]
+        if tls is None:
+            begin = partial(self._accept, listener, make)
+        else:
+            begin = partial(
+                TlsListener,
+                make,
+                context=tls,
+                handshake_timeout_s=config.header_timeout_s,
+                shutdown_timeout_s=config.write_timeout_s,
+                max_handshakes=listener.max_connections,
+            )
+        site = Site(self, listener.host, listener.port, config.backlog, begin, given)
         await site.start()
         port: int = self.addresses[-1][1]
         return port
@@ -64,33 +74,17 @@ class DoorRunner(web.AppRunner):
         site = _UnixSite(self, self._maker(listener), path)
         await site.start()
 
-    def _maker(self, listener: Listener) -> Callable[[], web.RequestHandler]:
+    def _accept(
+        self, listener: Listener, make: Callable[[], Connection], sockets: Sequence[socket.socket]
+    ) -> ClearListener:
+        made = ClearListener(make, sockets, self._entrance.accepts_no_more)
+        if listener.is_public:
+            self._entrance.acceptors.append(made)
+        return made
+
+    def _maker(self, listener: Listener) -> Callable[[], Connection]:
         assert isinstance(self.server, _Server), "set up first"
         return partial(self.server, listener)
-
-
-class _Site(web.TCPSite):
-    """A site whose connections know their listener."""
-
-    def __init__(
-        self,
-        runner: DoorRunner,
-        make: Callable[[], web.RequestHandler],
-        listener: Listener,
-        backlog: int,
-        given: socket.socket | None,
-    ) -> None:
-        super().__init__(runner, listener.host, listener.port, backlog=backlog)
-        self._make = make
-        self._given = given
-
-    async def start(self) -> None:
-        await web.BaseSite.start(self)
-        loop = asyncio.get_running_loop()
-        if self._given is not None:
-            self._server = await loop.create_server(self._make, sock=self._given, backlog=self._backlog)
-        else:
-            self._server = await loop.create_server(self._make, self._host, self._port, backlog=self._backlog)
 
 
 class _UnixSite(web.UnixSite):
@@ -119,6 +113,6 @@ class _Server(web.Server):
         )
         self._entrance = entrance
 
-    def __call__(self, listener: Listener | None = None) -> web.RequestHandler:
+    def __call__(self, listener: Listener | None = None) -> Connection:
         """Make the protocol of a connection; those of aiohttp's own sites are served everything."""
         return Connection(self, self._entrance, listener or self._entrance.everything, loop=self._loop, **self._kwargs)

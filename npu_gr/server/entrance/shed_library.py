@@ -12,13 +12,14 @@ from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
-ABI = 2  # NPU_GR_SHED_ABI of ops/door/shed_call.h
+ABI = 3  # NPU_GR_SHED_ABI of ops/door/shed_call.h
 LIBRARY = Path(__file__).with_name("_shed.abi3.so")
 MOST_PATTERNS = 16  # as there
 UP_BYTES = 0  # why a connection goes up: UP_* of shed_call.h
 UP_CLOSED = 1
 UP_UNSENT = 2
 UP_RETRIES = 3
+UP_SILENT = 4
 
 
 class Pattern(ctypes.Structure):
@@ -32,12 +33,19 @@ class Pattern(ctypes.Structure):
     ]
 
 
+class Counts(ctypes.Structure):
+    """Mirror `struct Counts`."""
+
+    _fields_ = [("refused", c_int64), ("abandoned", c_int64)]
+
+
 class Up(ctypes.Structure):
     """Mirror `struct Up`."""
 
     _fields_ = [
         ("fd", c_int64),
         ("lent_as", c_int64),
+        ("came_to", c_int64),
         ("why", c_int64),
         ("pattern", c_int64),
         ("offset", c_int64),
@@ -69,8 +77,11 @@ def load(library: Path = LIBRARY) -> ctypes.PyDLL | None:
         ("stop", None, [c_void_p, c_int64, c_int64]),
         ("times", None, [c_void_p, c_int64, POINTER(c_double), POINTER(c_double)]),
         ("key", c_int64, [c_void_p, c_char_p, c_int64, c_char_p]),
-        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(c_int64)]),
-        ("turn", None, [c_void_p, POINTER(Pattern), c_double, POINTER(c_int64)]),
+        ("accept", c_int64, [c_void_p, c_int64, c_int64]),
+        ("accept_no_more", None, [c_void_p, c_int64]),
+        ("newcomers", c_int64, [c_void_p]),
+        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(Counts)]),
+        ("turn", None, [c_void_p, POINTER(Pattern), c_double, c_int64, POINTER(Counts)]),
     ):
         function = getattr(found, f"npu_gr_shed_{name}")
         function.restype = result

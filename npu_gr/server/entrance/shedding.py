@@ -16,6 +16,10 @@ withdrawn meanwhile gets a 429 for as long as the door refuses.
 
 A connection whose caller retries at once goes back, and is paused (`pacing.py`), unless such pauses help nobody.
 
+Callers who do not wait for us hang up and connect anew, and to accept a connection takes Python a quarter of a
+millisecond. So while requests are refused the shedder accepts, too: a connection becomes Python's when a request of it
+goes up, or when it is silent.
+
 Linux, clear TCP, and a library that was built; elsewhere every refusal is Python's.
 """
 
@@ -26,8 +30,8 @@ import ctypes
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
 from ctypes import byref, c_double, c_int64
+from socket import socket
 from typing import Any, NamedTuple, Protocol
 
 from npu_gr.core.errors import Refusal
@@ -80,6 +84,56 @@ class Lendable(Paced, Protocol):
         ...
 
 
+class Newcomer(NamedTuple):
+    """What the shedder says of a connection that it has accepted, and that is its owner's from now on."""
+
+    why: int  # it goes up: UP_BYTES, UP_UNSENT, UP_RETRIES or UP_SILENT of `shed_library`
+    data: bytes  # that were read; of UP_UNSENT: that are to be written
+    came_at: float  # of what was read, on the monotonic clock
+
+
+class Acceptor(Protocol):
+    """Whoever accepts connections while the shedder does not."""
+
+    sockets: tuple[socket, ...]
+
+    def rest(self) -> None:
+        """Accept nothing until `go_on`."""
+        ...
+
+    def go_on(self) -> None:
+        """Accept again."""
+        ...
+
+    def adopt(self, accepted: socket, newcomer: Newcomer) -> asyncio.Task[None]:
+        """Make a connection of a socket; done when it can be read."""
+        ...
+
+
+class Owner(Protocol):
+    """Whose connections are lent."""
+
+    acceptors: list[Acceptor]
+    has_proxies: bool  # some connections carry several callers' requests
+
+    @property
+    def most_newcomers(self) -> int:
+        """How many connections the shedder may have accepted."""
+        ...
+
+    def room(self, kind: str, tenant: str, has_s: float, /) -> int:
+        """Say how many requests of a kind and a tenant, with so many seconds, the door would take now."""
+        ...
+
+    def refused(self, kind: Kind[Any, Any], has_s: float, reason: Refusal, num: int = 1) -> None:
+        """Count refusals."""
+        ...
+
+    def abandoned(self, kind: Kind[Any, Any], num: int = 1) -> None:
+        """Count requests whose callers had hung up."""
+        ...
+
+
 class _Pattern:
     """Requests that the door refuses."""
 
@@ -104,6 +158,7 @@ class _Up(NamedTuple):
 
     descriptor: int
     lent_as: int
+    came_to: int
     why: int
     kind: Kind[Any, Any] | None  # of the request that was read, if that is known
     data: bytes
@@ -117,8 +172,7 @@ class Shedder:
         self,
         library: ctypes.PyDLL,
         loop: asyncio.AbstractEventLoop,
-        room: Callable[[str, str, float], int],
-        refused: Callable[[Kind[Any, Any], float, Refusal, int], None],
+        owner: Owner,
         pacer: Pacer,
     ) -> None:
         """Nothing is lent yet.
@@ -126,8 +180,7 @@ class Shedder:
         Args:
             library: of `shed_library.load`.
             loop: that runs.
-            room: how many requests of a kind and a tenant, with so many seconds, the door would take now.
-            refused: told of refusals: of which kind, with how many seconds, why, how many.
+            owner: of the connections.
             pacer: pauses connections whose callers retry at once.
 
         Raises:
@@ -135,8 +188,7 @@ class Shedder:
         """
         self._library = library
         self._loop = loop
-        self._room = room
-        self._refused = refused
+        self._owner = owner
         self._pacer = pacer
         texts = answers.all_overloaded(Refusal.LATE)
         ends = (c_int64 * len(texts))(*(sum(map(len, texts[: n + 1])) for n in range(len(texts))))
@@ -150,27 +202,38 @@ class Shedder:
         self._buffer = memoryview(buffer)
         self._key = ctypes.create_string_buffer(MAX_KEY_BYTES)
         self._ups = (shed_library.Up * MOST_UPS)()
-        self._num_refused = (c_int64 * MOST_PATTERNS)()
+        self._counts = (shed_library.Counts * MOST_PATTERNS)()
         self._told = (shed_library.Pattern * MOST_PATTERNS)()  # what the library knows
         self._patterns: list[_Pattern | None] = [None] * MOST_PATTERNS  # each keeps its place
         self._numbers = itertools.count(1)
         self._lent: dict[int, _Lent] = {}  # by descriptor
         self._offered: list[Lendable] = []
         self._taken: deque[_Up] = deque()  # and not handed to its connection yet
+        self._accepting: dict[Acceptor, list[int]] = {}  # in whose place the shedder accepts; its listeners
+        self._acceptors: dict[int, Acceptor] = {}  # by listener, also of those that accept again
+        self._num_opening = 0  # requests of newcomers that are not at the door yet
         self._is_shut = False  # requests of a pattern do not come up at all
         self._refused_share = 0.0  # of the requests that came to lent connections
         self._is_due = False
+        self._looks_again: asyncio.TimerHandle | None = None
         self._done = library.npu_gr_shed_done(self._at)
         loop.add_reader(self._done, self._look)
 
     def close(self) -> None:
         """Lend nothing any more."""
         self._loop.remove_reader(self._done)
+        if self._looks_again is not None:
+            self._looks_again.cancel()
         self._library.npu_gr_shed_free(self._at)
         self._at = None
 
     def __len__(self) -> int:
-        return len(self._lent)
+        return len(self._lent) + self.num_newcomers
+
+    @property
+    def num_newcomers(self) -> int:
+        """Connections that it has accepted, and that nobody else knows."""
+        return 0 if self._at is None else int(self._library.npu_gr_shed_newcomers(self._at))
 
     def times(self, descriptor: int) -> tuple[float, float]:
         """Say when a lent connection was answered last, and since when its requests have come at once (`Paced`)."""
@@ -251,6 +314,38 @@ class Shedder:
             self._library.npu_gr_shed_stop(self._at, descriptor, lent.lent_as)
             del self._lent[descriptor]
 
+    # ---- accepting
+
+    def accept_no_more(self, acceptor: Acceptor) -> None:
+        """Let its owner accept again, or close its sockets."""
+        for listener in self._accepting.pop(acceptor, ()):
+            self._library.npu_gr_shed_accept_no_more(self._at, listener)
+
+    def _accept(self, acceptor: Acceptor) -> None:
+        acceptor.rest()
+        listeners = self._accepting[acceptor] = []
+        for one in acceptor.sockets:
+            listener = self._library.npu_gr_shed_accept(self._at, one.fileno(), self._owner.has_proxies)
+            if not listener:
+                self.accept_no_more(acceptor)
+                acceptor.go_on()
+                return
+            listeners.append(listener)
+            self._acceptors[listener] = acceptor
+
+    def _adopt(self, up: _Up) -> None:
+        """Make a connection of a newcomer."""
+        brings_request = up.why == UP_BYTES
+        self._num_opening += brings_request
+
+        def opened(_task: asyncio.Task[None]) -> None:
+            self._num_opening -= brings_request
+            self._look_soon()
+
+        newcomer = Newcomer(up.why, up.data, up.came_at)
+        task = self._acceptors[up.came_to].adopt(socket(fileno=up.descriptor), newcomer)
+        task.add_done_callback(opened)
+
     # ---- the shedder's work
 
     def release(self, places: int) -> None:
@@ -277,6 +372,9 @@ class Shedder:
         self._collect()
         while self._taken:
             up = self._taken.popleft()
+            if up.came_to:
+                self._adopt(up)
+                continue
             lent = self._lent.get(up.descriptor)
             if lent is None or lent.lent_as != up.lent_as:
                 continue  # it was closed meanwhile
@@ -296,32 +394,37 @@ class Shedder:
         num_refused = num_taken = 0
         kinds = {pattern.number: pattern.kind for pattern in self._patterns if pattern is not None}
         while True:  # once more than it brings something: that leaves the buffer with the next call
-            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._num_refused)
+            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._counts)
             num_refused += self._count(self._patterns)
             num_taken += num_ups
             if not num_ups:
                 break
             for up in self._ups[:num_ups]:
                 data = bytes(self._buffer[up.offset : up.offset + up.num_bytes])
-                self._taken.append(_Up(up.fd, up.lent_as, up.why, kinds.get(up.pattern), data, up.came_at))
+                self._taken.append(_Up(up.fd, up.lent_as, up.came_to, up.why, kinds.get(up.pattern), data, up.came_at))
         if num_seen := num_refused + num_taken:
             self._refused_share += (1 - (1 - WEIGHT) ** num_seen) * (num_refused / num_seen - self._refused_share)
 
     def _count(self, patterns: list[_Pattern | None]) -> int:
         """Count what the library says that it has refused of each pattern; returns of all."""
         num_refused = 0
-        for pattern, num in zip(patterns, self._num_refused, strict=True):
-            if num and pattern is not None:
+        for pattern, counts in zip(patterns, self._counts, strict=True):
+            if pattern is None:
+                continue
+            if counts.refused:
                 pattern.used_at = time.monotonic()
-                self._refused(pattern.kind, pattern.has_s, Refusal.LATE, num)
-                num_refused += num
+                self._owner.refused(pattern.kind, pattern.has_s, Refusal.LATE, counts.refused)
+                num_refused += counts.refused
+            if counts.abandoned:
+                pattern.used_at = time.monotonic()
+                self._owner.abandoned(pattern.kind, counts.abandoned)
         return num_refused
 
     def _turn(self) -> None:
         """Say which requests are refused, and how many of them go up."""
         before = self._patterns.copy()
         forgotten_at = time.monotonic() - FORGOTTEN_S
-        self._is_shut = False
+        self._is_shut = is_refusing = False
         for n, pattern in enumerate(self._patterns):
             told = self._told[n]
             if pattern is None or pattern.used_at < forgotten_at:
@@ -332,7 +435,24 @@ class Shedder:
                 told.number = pattern.number
                 told.key = pattern.key
                 told.key_bytes = len(pattern.key)
-            told.quota = self._room(pattern.kind.name, pattern.tenant, pattern.has_s)
+            room = self._owner.room(pattern.kind.name, pattern.tenant, pattern.has_s)
+            told.quota = max(0, room - self._num_opening)
             self._is_shut |= told.quota == 0
-        self._library.npu_gr_shed_turn(self._at, self._told, self._pacer.run_s, self._num_refused)
+            is_refusing = True
+        self._library.npu_gr_shed_turn(
+            self._at, self._told, self._pacer.run_s, max(0, self._owner.most_newcomers), self._counts
+        )
         self._count(before)
+        for acceptor in self._owner.acceptors:
+            if is_refusing and acceptor not in self._accepting:
+                self._accept(acceptor)
+            elif not is_refusing and acceptor in self._accepting:
+                self.accept_no_more(acceptor)
+                acceptor.go_on()
+        if is_refusing and self._looks_again is None:
+            self._looks_again = self._loop.call_later(FORGOTTEN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        """Hear of it when no request comes any more."""
+        self._looks_again = None
+        self._look()

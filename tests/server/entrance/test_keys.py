@@ -298,7 +298,7 @@ async def test_whoever_waits_for_a_401_keeps_no_place(tmp_path: Path, monkeypatc
     monkeypatch.setattr(throttle, "RATE_PER_S", 1e-9)
     monkeypatch.setattr(throttle, "HOLD_S", 3600.0)
     async with site(api_keys_file=write_keys(tmp_path / "keys")) as at:
-        at.entrance.everything.max_connections = 6
+        at.entrance.listeners[0].max_connections = 6
         silent, idle = await at.connect(), await at.connect()
         idle.send(rank())
         assert (await idle.answer())[0] == 200

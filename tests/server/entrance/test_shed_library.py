@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 from npu_gr.core.errors import BadRequest
 from npu_gr.server.entrance import framing, kernel_socket, pacing, shed_library
 from npu_gr.server.entrance.framing import HEAD_END, granted_s, parse_head, tenant_of
-from npu_gr.server.entrance.shed_library import MOST_PATTERNS, UP_BYTES, UP_CLOSED, UP_RETRIES, UP_UNSENT
+from npu_gr.server.entrance.shed_library import MOST_PATTERNS, UP_BYTES, UP_CLOSED, UP_RETRIES, UP_SILENT, UP_UNSENT
 from npu_gr.server.entrance.shedding import MAX_KEY_BYTES, ROOM_BYTES
 from tests.server.entrance.test_connection import BODY, WHOLE
 
@@ -45,10 +47,11 @@ class Bare:
         )
         self.patterns = (shed_library.Pattern * MOST_PATTERNS)()
         self.ups = (shed_library.Up * most_ups)()
-        self.num_refused = (c_int64 * MOST_PATTERNS)()
+        self.counts = (shed_library.Counts * MOST_PATTERNS)()
         buffer = (ctypes.c_char * (32 * room_bytes)).from_address(library.npu_gr_shed_buffer(self.at))
         self.buffer = memoryview(buffer)
         self.refused = 0
+        self.abandoned = 0
 
     def key(self, request: bytes) -> bytes | None:
         key = ctypes.create_string_buffer(MAX_KEY_BYTES)
@@ -67,16 +70,24 @@ class Bare:
         key = self.key(request)
         assert key is not None
         self.patterns[0] = shed_library.Pattern(number=1, key=key, key_bytes=len(key), quota=quota)
-        self.library.npu_gr_shed_turn(self.at, self.patterns, most_at_once_s, self.num_refused)
-        self.refused += self.num_refused[0]
+        self.turn(most_at_once_s)
+
+    def turn(self, most_at_once_s: float = float("inf"), most_newcomers: int = 1000) -> None:
+        """Say what is refused."""
+        self.library.npu_gr_shed_turn(self.at, self.patterns, most_at_once_s, most_newcomers, self.counts)
+        self._count()
+
+    def _count(self) -> None:
+        self.refused += self.counts[0].refused
+        self.abandoned += self.counts[0].abandoned
 
     def take(self, num_ups: int = 0) -> list[tuple[int, int, bytes]]:
         """Take what goes up, so much at least; returns descriptor, why, bytes of each."""
         found: list[tuple[int, int, bytes]] = []
         give_up_at = time.monotonic() + 5
         while True:
-            num = self.library.npu_gr_shed_take(self.at, self.ups, self.num_refused)
-            self.refused += self.num_refused[0]
+            num = self.library.npu_gr_shed_take(self.at, self.ups, self.counts)
+            self._count()
             found += [
                 (up.fd, up.why, bytes(self.buffer[up.offset : up.offset + up.num_bytes])) for up in self.ups[:num]
             ]
@@ -213,8 +224,8 @@ def test_a_plain_request_has_a_key_without_what_the_door_does_not_read(keys: Bar
 @pytest.mark.parametrize(
     ("source", "name", "value"),
     [
-        ("shed.cpp", "RETRY_S", pacing.RETRY_S),
-        ("shed.cpp", "JIFFY_S", kernel_socket._JIFFY_S),
+        ("shedder.h", "RETRY_S", pacing.RETRY_S),
+        ("shedder.h", "JIFFY_S", kernel_socket._JIFFY_S),
         ("request_key.h", "MAX_DIGITS", framing.MAX_DIGITS),
         ("request_key.h", "SEARCHED_BYTES", framing._SEARCHED_BYTES),
         ("request_key.h", "MAX_KEY_BYTES", MAX_KEY_BYTES),
@@ -310,7 +321,7 @@ def test_what_goes_up_where_its_owner_does_not_look_waits_for_room(most_ups: int
         time.sleep(0.02)
         found = []
         for _ in range(100):
-            num = bare.library.npu_gr_shed_take(bare.at, bare.ups, bare.num_refused)
+            num = bare.library.npu_gr_shed_take(bare.at, bare.ups, bare.counts)
             time.sleep(0.002)  # it reads on
             found += [
                 (up.fd, up.why, bytes(bare.buffer[up.offset : up.offset + up.num_bytes])) for up in bare.ups[:num]
@@ -333,8 +344,8 @@ def test_a_pattern_that_makes_room_for_another_is_counted_until_then(
     caller.sendall(WHOLE)
     assert caller.recv(4096) == ANSWER
     bare.patterns[0].number = 0
-    bare.library.npu_gr_shed_turn(bare.at, bare.patterns, 0.0, bare.num_refused)
-    assert bare.num_refused[0] == 1
+    bare.turn()
+    assert bare.refused == 1
     caller.sendall(WHOLE)
     assert bare.take(1) == [(ours.fileno(), UP_BYTES, WHOLE)]
 
@@ -461,6 +472,190 @@ def test_a_descriptor_that_was_closed_and_used_again_is_another_connections(bare
     ours.close()
 
 
+# ---- connections that it accepts
+
+
+class Door:
+    """A listening socket whose connections the shedder accepts."""
+
+    def __init__(self, bare: Bare, most_newcomers: int = 1000) -> None:
+        self.bare = bare
+        self.listening = socket.create_server(("127.0.0.1", 0))
+        self.listening.setblocking(False)
+        self.callers: list[socket.socket] = []
+        bare.turn(most_newcomers=most_newcomers)
+        self.number = bare.library.npu_gr_shed_accept(bare.at, self.listening.fileno(), False)
+        assert self.number == 1
+
+    def call(self, sent: bytes = b"") -> socket.socket:
+        """Connect, and send."""
+        caller = socket.create_connection(self.listening.getsockname())
+        caller.settimeout(5)
+        caller.sendall(sent)
+        self.callers.append(caller)
+        return caller
+
+    def up(self, why: int, data: bytes = b"") -> socket.socket:
+        """Take one that goes up, which is ours then."""
+        ((descriptor, found, text),) = self.bare.take(1)
+        assert (found, text) == (why, data)
+        assert self.bare.ups[0].came_to == self.number
+        return socket.socket(fileno=descriptor)
+
+    @property
+    def num_newcomers(self) -> int:
+        """Of the shedder."""
+        return int(self.bare.library.npu_gr_shed_newcomers(self.bare.at))
+
+
+@pytest.fixture
+def door(bare: Bare) -> Iterator[Door]:
+    made = Door(bare)
+    yield made
+    bare.library.npu_gr_shed_accept_no_more(bare.at, made.number)
+    made.listening.close()
+    for caller in made.callers:
+        caller.close()
+
+
+def test_a_newcomer_is_refused_and_goes_up_when_there_is_room(bare: Bare, door: Door) -> None:
+    bare.refuse(WHOLE)
+    caller = door.call(WHOLE)
+    for _ in range(3):
+        assert caller.recv(4096) == ANSWER
+        caller.sendall(WHOLE)
+    assert caller.recv(4096) == ANSWER
+    assert bare.take() == []
+    assert bare.refused == 4
+    assert door.num_newcomers == 1
+    bare.refuse(WHOLE, quota=1)
+    caller.sendall(WHOLE)
+    with door.up(UP_BYTES, WHOLE) as ours:
+        assert door.num_newcomers == 0
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        caller.sendall(WHOLE)  # it is not read here any more
+        ours.settimeout(5)
+        assert ours.recv(4096) == WHOLE
+        ours.sendall(b"ours")
+        assert caller.recv(4096) == b"ours"
+
+
+def test_a_newcomer_whose_request_is_not_like_the_pattern_goes_up(bare: Bare, door: Door) -> None:
+    bare.refuse(WHOLE)
+    door.call(WHOLE[:10])
+    door.up(UP_BYTES, WHOLE[:10]).close()
+    other = WHOLE.replace(b"/v1/rank", b"/v1/other")
+    began_at = time.monotonic()
+    door.call(other)
+    door.up(UP_BYTES, other).close()
+    assert began_at <= bare.ups[0].came_at <= time.monotonic()
+
+
+def test_a_silent_newcomer_goes_up_and_one_that_was_refused_too_when_it_is_silent(bare: Bare, door: Door) -> None:
+    bare.refuse(WHOLE)
+    silent, refused = door.call(), door.call(WHOLE)
+    assert refused.recv(4096) == ANSWER
+    began_at = time.monotonic()
+    found = bare.take(2)
+    assert 0.9 <= time.monotonic() - began_at <= 2.5
+    assert [(why, data) for _, why, data in found] == [(UP_SILENT, b"")] * 2
+    for number, (descriptor, *_) in enumerate(found):
+        ours = socket.socket(fileno=descriptor)
+        ours.sendall(b"%d" % number)
+        ours.close()
+    assert {silent.recv(1), refused.recv(1)} == {b"0", b"1"}
+
+
+def test_a_newcomer_whose_caller_hangs_up_is_closed_and_its_request_counted(bare: Bare, door: Door) -> None:
+    bare.refuse(WHOLE)
+    door.call().close()
+    bare.library.npu_gr_shed_accept_no_more(bare.at, door.number)
+    for _ in range(20):
+        door.call(WHOLE).close()
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    bare.library.npu_gr_shed_accept(bare.at, door.listening.fileno(), False)
+    ends_at = time.monotonic() + 5
+    while bare.abandoned < 20 and time.monotonic() < ends_at:
+        assert bare.take() == []
+        time.sleep(1e-3)
+    assert (bare.abandoned, bare.refused, door.num_newcomers) == (20, 0, 0)
+    time.sleep(0.02)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= num_open
+
+
+def test_a_newcomer_that_does_not_read_or_retries_goes_up(bare: Bare, door: Door) -> None:
+    bare.refuse(WHOLE, most_at_once_s=0.05)
+    caller = door.call()
+    began_at = time.monotonic()
+    while not (found := bare.take()) and time.monotonic() < began_at + 5:
+        caller.sendall(WHOLE)
+        assert caller.recv(4096) == ANSWER
+        time.sleep(0.002)
+    assert [why for _, why, _ in found] == [UP_RETRIES]
+    socket.socket(fileno=found[0][0]).close()
+
+
+def test_where_there_is_no_room_for_newcomers_they_go_up_at_once(bare: Bare) -> None:
+    door = Door(bare, most_newcomers=2)
+    bare.patterns[0].number = 0
+    callers = [door.call() for _ in range(2)]
+    ends_at = time.monotonic() + 5
+    while door.num_newcomers < 2 and time.monotonic() < ends_at:
+        time.sleep(1e-3)
+    assert bare.take() == []
+    callers.append(door.call())
+    began_at = time.monotonic()
+    door.up(UP_SILENT).close()
+    assert time.monotonic() - began_at < 0.5
+    assert door.num_newcomers == 2
+    for caller in (*callers, door.listening):
+        caller.close()
+
+
+def test_nobody_is_accepted_any_more_and_what_nobody_took_is_closed_with_it() -> None:
+    bare = Bare()
+    door = Door(bare)
+    up = door.call(b"nonsense")
+    silent = door.call()
+    ends_at = time.monotonic() + 5
+    while door.num_newcomers != 1 and time.monotonic() < ends_at:
+        time.sleep(1e-3)
+    time.sleep(0.02)
+    bare.library.npu_gr_shed_accept_no_more(bare.at, door.number)
+    waits = door.call(WHOLE)
+    time.sleep(0.05)
+    accepted, _ = door.listening.accept()
+    assert accepted.getpeername() == waits.getsockname()
+    time.sleep(0.05)
+    bare.library.npu_gr_shed_free(bare.at)
+    for caller in (silent, up):
+        with contextlib.suppress(ConnectionResetError):  # it was closed with bytes that nobody has read
+            assert caller.recv(1) == b""
+    for one in (accepted, door.listening, silent, up, waits):
+        one.close()
+
+
+def test_without_a_descriptor_it_waits_and_then_accepts(bare: Bare, door: Door) -> None:
+    bare.refuse(WHOLE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    caller = socket.socket()
+    caller.settimeout(5)
+    try:
+        # the lowest free number is above the limit, so nothing can be opened
+        os.close(lowest := os.dup(caller.fileno()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        caller.connect(door.listening.getsockname())
+        caller.sendall(WHOLE)
+        began_s = time.process_time()
+        time.sleep(0.3)
+        assert time.process_time() - began_s < 0.15  # it does not spin
+        assert door.num_newcomers == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert caller.recv(4096) == ANSWER
+    caller.close()
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_nothing_is_raced_lost_or_let_up_beyond_its_quota(tmp_path: Path) -> None:
     """`race/main.cpp` is an owner that lends, stops and closes at any time, beside callers, under ThreadSanitizer."""
@@ -470,4 +665,4 @@ def test_nothing_is_raced_lost_or_let_up_beyond_its_quota(tmp_path: Path) -> Non
     assert built.returncode == 0, built.stderr[-4000:]
     done = subprocess.run([tmp_path / "race", "1", "20000"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
-    assert done.stdout.endswith(" refused\n")
+    assert "\nnewcomers: " in done.stdout

@@ -28,6 +28,7 @@ async def site(**settings: Any) -> AsyncIterator[Site]:
     async with serving_fake(service, **settings) as (client, metrics):
         at = Site(client, service, metrics)
         service.door._lanes["rank"].pace.seconds = 1.0  # so nobody who comes while it is full can be in time
+        await at.listen()
         try:
             yield at
         finally:
@@ -154,15 +155,15 @@ async def test_a_lent_connection_that_its_caller_closes_is_forgotten() -> None:
     async with site() as at:
         with await at.service.fill():
             for abort in (False, True):
-                raw = await lent(at)
-                assert at.entrance.shedder is not None
-                assert len(at.entrance.shedder) == 1
+                raw = await lent(at)  # the second one is accepted by the shedder, too
+                shedder = at.entrance.shedder
+                assert shedder is not None
+                assert len(shedder) == 1
                 if abort:
                     raw.writer.transport.abort()
                 else:
                     raw.writer.close()
-                await until(lambda: not at.entrance._connections)
-                assert len(at.entrance.shedder) == 0
+                await until(lambda: not at.entrance._connections and not len(shedder))  # noqa: B023  (awaited here)
 
 
 async def test_a_lent_connection_is_idle_since_its_last_answer_and_is_closed_then() -> None:
@@ -233,3 +234,120 @@ async def test_without_a_descriptor_every_refusal_is_pythons(monkeypatch: pytest
                 assert (await raw.answer())[0] == 429
         assert not at.entrance.can_shed
         assert at.entrance.shedder is None
+
+
+# ---- connections that it accepts
+
+
+async def test_a_caller_who_connects_anew_is_refused_without_python_and_served_when_there_is_room() -> None:
+    async with site() as at:
+        with await at.service.fill():
+            await lent(at)
+            raws = [await at.connect() for _ in range(20)]
+            for raw in raws:
+                raw.send(WHOLE)
+            for raw in raws:
+                status, headers, _ = await raw.answer()
+                assert status == 429
+                assert "retry-after" in headers
+            assert len(at.entrance._connections) == 1
+            assert at.count("connections_lent") == 21
+            becomes_fast(at)
+            raws[0].send(WHOLE)
+            await until(lambda: at.service.door.waiting == 1)
+            assert len(at.entrance._connections) == 2
+        assert (await raws[0].answer())[0] == 200
+        raws[0].send(WHOLE)
+        assert (await raws[0].answer())[0] == 200
+        await until(lambda: at.count("admissions_total", kind="rank", verdict="overloaded") == 22)
+
+
+async def test_what_a_new_caller_sends_beside_that_is_answered_as_ever() -> None:
+    async with site() as at:
+        with await at.service.fill():
+            await lent(at)
+            pieces, nonsense, pipelined, other = [await at.connect() for _ in range(4)]
+            pieces.send(WHOLE[:40])
+            nonsense.send(b"nonsense\r\n\r\n")
+            pipelined.send(WHOLE + b"GET /none HTTP/1.1\r\nHost: x\r\n\r\n" + WHOLE)
+            other.send(b"GET /readyz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await nonsense.answer())[0] == 400
+            assert await nonsense.is_closed()
+            assert [(await pipelined.answer())[0] for _ in range(3)] == [429, 404, 429]
+            assert (await other.answer())[0] == 200
+            pieces.send(WHOLE[40:])
+            assert (await pieces.answer())[0] == 429
+
+
+async def test_a_new_caller_who_says_nothing_has_as_long_as_ever() -> None:
+    async with site(header_timeout_s=0.5) as at:
+        with await at.service.fill():
+            await lent(at)
+            raw = await at.connect()
+            began_at = time.monotonic()
+            assert await raw.is_closed()
+            assert 1.4 <= time.monotonic() - began_at <= 4
+
+
+async def test_python_accepts_again_when_nobody_is_refused() -> None:
+    async with site() as at:
+        with await at.service.fill():
+            await lent(at)
+        (acceptor,) = at.entrance.acceptors
+        assert acceptor._rests  # type: ignore[attr-defined]
+        await asyncio.sleep(2.3)  # nobody asks anything meanwhile
+        assert not acceptor._rests  # type: ignore[attr-defined]
+        raw = await at.connect()
+        await until(lambda: len(at.entrance._connections) == 2)
+        raw.send(WHOLE)
+        assert (await raw.answer())[0] == 200
+
+
+async def test_at_the_limit_of_connections_idle_ones_make_room_for_new_callers_here_too() -> None:
+    async with site(max_connections=16) as at:
+        with await at.service.fill():
+            first = await lent(at)
+            idle = [await at.connect() for _ in range(15)]
+            await until(lambda: at.count("connections_lent") == 16)
+            raw = await at.connect()
+            raw.send(WHOLE)
+            assert (await raw.answer())[0] == 429
+            assert at.count("connections_ended_total", reason="evicted") == 1
+            assert await first.is_closed()
+            assert not any(one.reader.at_eof() for one in idle)
+
+
+async def test_a_caller_who_hangs_up_before_it_is_refused_is_counted() -> None:
+    async with site() as at:
+        with await at.service.fill():
+            await lent(at)
+            shedder = at.entrance.shedder
+            assert shedder is not None
+            (acceptor,) = at.entrance.acceptors
+            shedder.accept_no_more(acceptor)
+            shedder._accepting[acceptor] = []  # so that it is not begun anew
+            raws = [await at.connect() for _ in range(5)]
+            for raw in raws:
+                raw.send(WHOLE)
+                await raw.writer.drain()
+                raw.writer.close()
+            await asyncio.sleep(0.05)
+            del shedder._accepting[acceptor]
+            shedder._accept(acceptor)
+            await until(lambda: at.count("admissions_total", kind="rank", verdict="abandoned") == 5)
+            assert len(at.entrance._connections) == 1
+
+
+async def test_a_stop_closes_connections_that_nobody_else_knows() -> None:
+    async with site() as at:
+        with await at.service.fill():
+            await lent(at)
+            raw = await at.connect()
+            raw.send(WHOLE)
+            assert (await raw.answer())[0] == 429
+        assert at.entrance.shedder is not None
+        assert at.entrance.shedder.num_newcomers == 1
+        began_at = time.monotonic()
+        await at.client.close()
+        assert await raw.is_closed()
+        assert time.monotonic() - began_at < 5

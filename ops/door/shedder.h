@@ -1,0 +1,244 @@
+// The shedder: it refuses requests that the door has just refused, without Python.
+//
+// The event loop lends it idle connections of callers who were refused. A thread reads them every SWEEP_S. A request
+// whose key (request_key.h) is that of one of the patterns is answered here, once the pattern's quota has gone up;
+// everything else goes up, and its connection is read no more until the owner says so.
+//
+//     FREE --lend--> LENT --> IN_HAND --> LENT      refused
+//                     ^          |
+//                     |          +------> FREE      it went back
+//                     |          +------> UP        its bytes went up
+//                     '------resume-------'|
+//                                          '--> FREE: its caller has hung up meanwhile
+//
+// While requests are refused, the thread accepts connections, too: a caller who hangs up and connects anew costs Python
+// nothing. Such a newcomer is the thread's alone until it goes up, and then the owner's alone; if its caller hangs up
+// before, the thread closes it. One that is silent goes up, so the limits of silence are the owner's.
+//
+// Invariants:
+//   S1  the thread reads and writes a descriptor of the owner's only while it has it IN_HAND, and `stop` and
+//       `accept_no_more` wait for the end of that, so the owner closes no descriptor beside a read
+//   S2  between two calls of `take` no more requests of a pattern go up than the larger of its last two quotas
+//   S3  no call waits for more than one round: MOST_EVENTS requests, or MOST_ACCEPTED connections
+//
+// While the mutex is held, a request that goes up is copied, and the epoll set is changed; nothing is read or sent.
+#ifndef NPU_GR_DOOR_SHEDDER_H
+#define NPU_GR_DOOR_SHEDDER_H
+
+#include "shed_call.h"
+
+#include <errno.h>
+#include <math.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <initializer_list>
+
+#include "request_key.h"
+
+namespace {
+
+enum { MOST_EVENTS = 16, MOST_SEEN = 256 };  // connections of one round, and of one sweep
+enum { MOST_ACCEPTED = 64 };                 // of one listener in one round
+enum { MOST_DESCRIPTORS = 1 << 20 };         // of the process; what has a higher number is not lent
+const double SWEEP_S = 0.001;                // between two sweeps: each takes all that came, and a refusal is no later
+const double TELL_S = 0.002;    // from `turn` to the owner's next look, while requests are refused: quotas grow old
+const double RETRY_S = 0.01;    // as RETRY_S of npu_gr/server/entrance/pacing.py
+const double JIFFY_S = 0.004;   // the step of the kernel's clock
+const double SILENCE_S = 0.25;  // between two looks for newcomers that are silent
+enum { MOST_SILENT = 4 };       // such looks that find nothing of a newcomer; then it goes up
+const double NO_FILE_S = 0.1;   // until the next connection is accepted, when there is no descriptor for it
+
+enum State : uint8_t { FREE = 0, LENT, IN_HAND, UP };
+
+struct Place {       // of a descriptor
+  uint32_t lent_as;  // the number of its connection: a descriptor that was closed is soon another one's
+  State state;
+  uint8_t came_to;          // the number of the listener, of a newcomer; 0: it is its owner's
+  uint8_t num_silent;       // looks since it was read
+  int32_t newcomer;         // its place among the newcomers
+  double answered_at;       // 0: nothing was yet
+  double at_once_since_at;  // each request since then has come within RETRY_S of the answer before
+};
+
+struct Slot {  // of a pattern
+  int64_t number;
+  int64_t quota;
+  int64_t num_up;  // of them that were not taken yet
+  Counts counts;   // that were not told yet
+  int64_t key_bytes;
+  char key[MAX_KEY_BYTES];
+};
+
+struct Listener {
+  int fd;
+  bool is_open;  // connections are accepted
+  bool is_in_hand;
+  bool is_shared;
+};
+
+struct Shedder {
+  int lent_fd;  // epoll
+  int wake_fd;  // the thread should look
+  int done_fd;  // the owner should look
+  char *names_text;
+  const char *names[MAX_NAMES + 1];
+  char *answers_text;
+  int64_t *answer_ends;
+  int64_t num_answers;
+  int64_t next_answer;  // the thread's
+  char *received;       // [room_bytes], the thread's
+  int64_t room_bytes;
+  pthread_t thread;
+  bool has_thread;
+
+  pthread_mutex_t mutex;  // of all that follows
+  pthread_cond_t let_go;  // something is IN_HAND no more
+  int num_waiting;        // for that
+  Place *places;          // [MOST_DESCRIPTORS]
+  uint32_t num_lent;      // ever
+  Listener listeners[MOST_LISTENERS];
+  int32_t *newcomers;  // [MOST_DESCRIPTORS]: their descriptors
+  int64_t num_newcomers, most_newcomers;
+  double silence_at;  // of the next look
+  double accepts_at;  // there is no descriptor until then; 0: there are some
+  Slot slots[MOST_PATTERNS];
+  double most_at_once_s;
+  double turned_at;
+  bool has_refused;  // since then
+  Up *ups;           // a ring of most_ups
+  int64_t most_ups, first_up, end_up;
+  char *buffer;  // a ring, too; what goes up lies in one piece
+  int64_t buffer_bytes, first_byte, taken_byte, end_byte;
+  bool has_told;  // the owner, who has not looked since
+  bool waits_for_room;
+  bool ends;
+};
+
+struct Locked {
+  explicit Locked(Shedder *shedder) : mutex(&shedder->mutex) { pthread_mutex_lock(mutex); }
+  ~Locked() { pthread_mutex_unlock(mutex); }
+  pthread_mutex_t *mutex;
+};
+
+struct Refusal {
+  int fd;
+  int64_t pattern;
+  bool retries;
+  Text answer;
+  ssize_t sent;
+  int error;
+};
+
+double now_s() {
+  timespec at;
+  clock_gettime(CLOCK_MONOTONIC, &at);
+  return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
+}
+
+// When the newest bytes of a socket came, which were read just now: exactly only where that decides whether they came
+// at once, since the kernel's word takes a call.
+double came_since(int fd, double answered_at, double now_at) {
+  if (now_at - answered_at <= RETRY_S) return now_at;
+  tcp_info info;
+  socklen_t size = offsetof(tcp_info, tcpi_last_data_recv) + sizeof info.tcpi_last_data_recv;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size)) return now_at;
+  const double ago_s = 1e-3 * info.tcpi_last_data_recv - JIFFY_S;
+  return ago_s > 0 ? now_at - ago_s : now_at;
+}
+
+// ---- with the mutex held
+
+// Wait for a connection's requests, or only for its caller to hang up.
+bool watch(const Shedder *shedder, int fd, int how, bool is_read) {
+  epoll_event event = {};  // no connection has the number 0: see `watch_listener`
+  event.events = is_read ? EPOLLIN | EPOLLRDHUP : EPOLLRDHUP;
+  event.data.u64 = static_cast<uint64_t>(shedder->places[fd].lent_as) << 32 | static_cast<uint32_t>(fd);
+  return epoll_ctl(shedder->lent_fd, how, fd, &event) == 0;
+}
+
+// Wait for a listener's connections, or not.
+bool watch_listener(const Shedder *shedder, int64_t number, int how, bool is_read) {
+  epoll_event event = {};
+  if (is_read) event.events = EPOLLIN;
+  event.data.u64 = static_cast<uint64_t>(number);
+  return epoll_ctl(shedder->lent_fd, how, shedder->listeners[number - 1].fd, &event) == 0;
+}
+
+Place *lent_place(Shedder *shedder, int64_t fd, int64_t lent_as) {
+  if (fd < 0 || fd >= MOST_DESCRIPTORS) return nullptr;
+  Place &place = shedder->places[fd];
+  return place.lent_as == lent_as && place.state != FREE ? &place : nullptr;
+}
+
+// Whether the next round might find no room for what goes up.
+bool is_full(const Shedder *shedder) {
+  return shedder->end_up - shedder->first_up + MOST_EVENTS > shedder->most_ups ||
+         shedder->end_byte - shedder->first_byte + (MOST_EVENTS + 1) * shedder->room_bytes > shedder->buffer_bytes;
+}
+
+void add_newcomer(Shedder *shedder, int fd) {
+  shedder->places[fd].newcomer = static_cast<int32_t>(shedder->num_newcomers);
+  shedder->newcomers[shedder->num_newcomers++] = fd;
+}
+
+void remove_newcomer(Shedder *shedder, const Place &place) {
+  const int32_t last = shedder->newcomers[--shedder->num_newcomers];
+  shedder->newcomers[place.newcomer] = last;
+  shedder->places[last].newcomer = place.newcomer;
+}
+
+void go_up(Shedder *shedder, int fd, int64_t why, int64_t pattern, const char *data, int64_t num_bytes,
+           double came_at = 0) {
+  Place &place = shedder->places[fd];
+  place.state = FREE;
+  if (why == UP_BYTES && !place.came_to) place.state = UP;
+  if (place.came_to) remove_newcomer(shedder, place);
+  if (place.state == UP)
+    watch(shedder, fd, EPOLL_CTL_MOD, false);
+  else
+    epoll_ctl(shedder->lent_fd, EPOLL_CTL_DEL, fd, nullptr);
+  int64_t offset = shedder->end_byte % shedder->buffer_bytes;
+  if (offset + num_bytes > shedder->buffer_bytes) {
+    shedder->end_byte += shedder->buffer_bytes - offset;
+    offset = 0;
+  }
+  if (num_bytes) memcpy(shedder->buffer + offset, data, num_bytes);
+  shedder->end_byte += num_bytes;
+  shedder->ups[shedder->end_up++ % shedder->most_ups] = {fd,      place.lent_as, place.came_to, why,
+                                                         pattern, offset,        num_bytes,     came_at};
+}
+
+void tell(Shedder *shedder) {
+  if (shedder->has_told) return;
+  shedder->has_told = true;
+  eventfd_write(shedder->done_fd, 1);
+}
+
+Slot *find(Shedder *shedder, const Key &key) {
+  for (Slot &slot : shedder->slots)
+    if (slot.number && slot.key_bytes == key.size && !memcmp(slot.key, key.data, key.size)) return &slot;
+  return nullptr;
+}
+
+// Say what became of the requests of each pattern since the last time.
+void count(Shedder *shedder, Counts *counts) {
+  for (Slot &slot : shedder->slots) {
+    *counts++ = slot.counts;
+    slot.counts = {};
+  }
+}
+
+}  // namespace
+
+#endif
