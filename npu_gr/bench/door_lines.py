@@ -15,7 +15,6 @@ POISSON = {3.0: 0.85, 10.0: 0.6}  # of the best, by the multiple of the capacity
 WORST_SECOND = 0.5  # of the mean second, at those multiples
 WHOLE_BURST = 24  # ranks at once of which none may be refused
 BURST_SLACK = 0.01  # of what is due: lost by one stall of a shared machine
-NORMAL_S = 0.25  # after a pause or an overload
 SMALL_P99 = 1.3  # of quiet
 FLOOD_HITS = 0.95  # of quiet
 FLOOD_P99 = 1.2  # of quiet
@@ -217,10 +216,10 @@ def _normal(on: LoadRun, off: LoadRun) -> Line:
         ours_s,
         "s",
         "the target",
-        NORMAL_S,
-        NORMAL_S / ours_s if ours_s else math.inf,
+        on.load.normal_s,
+        on.load.normal_s / ours_s if ours_s else math.inf,
         1.0,
-        ours_s <= NORMAL_S,
+        ours_s <= on.load.normal_s,
     )
 
 

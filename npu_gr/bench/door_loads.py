@@ -30,8 +30,13 @@ POISSON = (1.0, 3.0, 10.0)  # of the capacity
 PAUSE_CLIENTS = 4
 PAUSE_TIMES = 5.0  # the capacity, in an open loop: a pause fills all its connections
 PAUSE_S = 0.110  # what a full garbage collection took
+STANDSTILL_TIMES = 10.0  # the capacity; all callers have given up when it is over, and connect anew
+STANDSTILL_S = 1.5  # longer than the client's patience
+STANDSTILL_AT_S = 1.0
 HOT_CLIENTS = 16
 SMALL_PER_S = 20.0
+NORMAL_S = 0.25  # after a pause or an overload
+NORMAL_AGAIN_S = 1.0  # after a standstill: as long as the client waits
 WINDOW = 4  # bins that must be as usual to call a server normal
 LEVEL = 0.7  # of the usual answers in time; noise of a shared machine
 SHARE = 0.9  # of the usual share in time
@@ -46,7 +51,9 @@ class Load:
     size: float  # clients, ranks at once or multiples of the capacity
     seconds: float
     streams: tuple[LoadStream, ...]
-    pause_at_s: float | None = None  # the server is stopped then, for `PAUSE_S`
+    pause_at_s: float | None = None  # the server is stopped then
+    pause_s: float = PAUSE_S
+    normal_s: float = NORMAL_S  # it should be normal again so soon
 
 
 class Usual(NamedTuple):
@@ -142,6 +149,21 @@ def loads(bodies: Path, hot: Path, small: Path, capacity_per_s: float, seconds: 
         made.append(
             Load(name=name, group="pause", size=size, seconds=seconds, streams=(stream,), pause_at_s=seconds / 2)
         )
+    still_s = STANDSTILL_AT_S + STANDSTILL_S + max(2.0, seconds - STANDSTILL_AT_S)
+    rate = STANDSTILL_TIMES * capacity_per_s
+    most = LoadStream(name="load", mode="poisson", bodies=bodies, to_s=still_s, connections=POOL, rate_per_s=rate)
+    made.append(
+        Load(
+            name=f"standstill of {STANDSTILL_S:g} s at {STANDSTILL_TIMES:g}x",
+            group="pause",
+            size=STANDSTILL_TIMES,
+            seconds=still_s,
+            streams=(most,),
+            pause_at_s=STANDSTILL_AT_S,
+            pause_s=STANDSTILL_S,
+            normal_s=NORMAL_AGAIN_S,
+        )
+    )
     tenant = LoadStream(
         name="load", mode="bursts", bodies=small, to_s=seconds, connections=16, burst_size=1, every_s=1 / SMALL_PER_S
     )
@@ -176,7 +198,7 @@ def run(server: Server, load: Load, bodies: Path, goal_s: float, seed: int) -> L
     ]
     pause = None
     if load.pause_at_s is not None:
-        pause = Pause(pid=server.pids[0], at_s=begins_s + load.pause_at_s, for_s=PAUSE_S)
+        pause = Pause(pid=server.pids[0], at_s=begins_s + load.pause_at_s, for_s=load.pause_s)
     report = drive(server.port, streams, watch=server.pids, pause=pause, seed=seed, goal_s=goal_s)
     before = report.stream("before")
     after = report.stream("after")
@@ -186,7 +208,7 @@ def run(server: Server, load: Load, bodies: Path, goal_s: float, seed: int) -> L
     if load.pause_at_s is not None:
         pause_bin = round(load.pause_at_s / BIN_S)
         usual_bins = main.bins[:pause_bin]
-        bins = main.bins[pause_bin + round(PAUSE_S / BIN_S) :]
+        bins = main.bins[pause_bin + round(load.pause_s / BIN_S) :]
     return LoadRun(
         load=load,
         before_per_s=before.good_per_s,

@@ -118,7 +118,7 @@ def test_every_load_of_the_issue_is_there(tmp_path: Path) -> None:
     assert [load.streams[0].rate_per_s for load in poisson] == [800.0, 2400.0, 8000.0]
     assert all(load.seconds == 60.0 for load in poisson)
     pauses = [load.streams[0] for load in made if load.group == "pause"]
-    assert [(stream.mode, stream.rate_per_s) for stream in pauses] == [("closed", 0.0), ("poisson", 4000.0)]
+    assert [(s.mode, s.rate_per_s) for s in pauses] == [("closed", 0.0), ("poisson", 4000.0), ("poisson", 8000.0)]
     assert [len(load.streams) for load in made if load.group == "fair"] == [1, 2]
 
 
@@ -149,6 +149,18 @@ def test_references_stand_around_the_load(monkeypatch: pytest.MonkeyPatch, tmp_p
     pause = next(load for load in plan if load.group == "pause")
     run(server, pause, tmp_path / "a", 0.05, 0)
     assert (seen["pause"].pid, seen["pause"].at_s, seen["pause"].for_s) == (5, begins + 1.0, 0.110)
+    still = next(load for load in plan if load.pause_s > 1.0)
+    found = run(server, still, tmp_path / "a", 0.05, 0)
+    assert (seen["pause"].at_s, seen["pause"].for_s) == (begins + 1.0, 1.5)
+    assert found.bins == []  # the answers of this client are over by then
+
+
+def test_a_standstill_has_a_second() -> None:
+    late = [BAD] * 15 + [GOOD] * 20
+    still = replace(made("pause", 10, 500, bins=late).load, normal_s=1.0)
+    normal = told(replace(made("pause", 10, 500, bins=late), load=still), made("pause", 10, 500, bins=late))[0]
+    assert (normal.ours, normal.ok) == (pytest.approx(0.75), True)
+    assert not told(made("pause", 10, 500, bins=late), made("pause", 10, 500))[0].ok
 
 
 def test_closed_loops_are_measured_by_the_best() -> None:

@@ -32,6 +32,7 @@ OBJECTIVE_S = 0.05
 PAUSE_S = 0.11
 WELL_AGAIN_S = 0.25  # after a pause
 STALLED_AT_S = 1.0
+STANDSTILL_S = 1.5  # longer than the client's patience
 STALL_S = 0.3  # at four times the capacity it fills all connections
 WELL_AGAIN_UNDER_LOAD_S = 2.5  # while the load lasts: what has come meanwhile is refused first
 ABLE_PER_S = 400.0  # with fewer, the objective is nearly over when those who are inside have left
@@ -182,6 +183,27 @@ async def test_an_open_loop_whose_connections_are_all_in_use_after_a_pause_is_se
     well_to = round(seconds / BIN_S)
     assert sum(good[well_from:well_to]) / scale.load_s >= 0.4 * before_per_s, good
     assert not sum(each[4] for each in counts.bins[well_from:well_to]), "given up"
+
+
+@each_scale
+@three_attempts
+async def test_callers_who_all_gave_up_in_a_standstill_and_connect_anew_are_served_again(
+    scale: Scale, bodies: Bodies, instance: Instance
+) -> None:
+    """To accept them costs more than to refuse them: who accepts in Python never comes back from this."""
+    most_per_s = answered_per_s(await reference(instance, bodies))
+    seconds = STALLED_AT_S + STANDSTILL_S + WELL_AGAIN_UNDER_LOAD_S + scale.load_s
+    load = LoadStream(
+        name="load", mode="poisson", bodies=bodies.path, to_s=seconds, connections=512, rate_per_s=10 * most_per_s
+    )
+    pause = Pause(pid=instance.pid, at_s=STALLED_AT_S, for_s=STANDSTILL_S)
+    counts = (await drive_all(instance, [load], pause=pause)).stream("load")
+    good = [each[0] for each in counts.bins]
+    before_per_s = sum(good[: round(STALLED_AT_S / BIN_S)]) / STALLED_AT_S
+    well_from = round((seconds - scale.load_s) / BIN_S)
+    well_to = round(seconds / BIN_S)
+    assert sum(each[4] for each in counts.bins[:well_from]) > 512, "nobody gave up: this is no such standstill"
+    assert sum(good[well_from:well_to]) / scale.load_s >= 0.4 * before_per_s, good
 
 
 @each_scale
