@@ -82,6 +82,15 @@ struct Work {
     if (shedder->first_up != shedder->end_up) tell(shedder);
   }
 
+  // With the mutex held: a request has not come at once (Pacer.late of pacing.py).
+  void be_late(Place &place, double came_at) {
+    if (place.at_once_since_at > came_at) return;  // never one that retries
+    const double oldest_at = place.answered_at - 2 * shedder->most_at_once_s;
+    double since_at = place.at_once_since_at > oldest_at ? place.at_once_since_at : oldest_at;
+    since_at += LATE * (came_at - place.answered_at);
+    place.at_once_since_at = since_at < came_at ? since_at : came_at;
+  }
+
   // With the mutex held: forget a connection whose caller has hung up. slot: of the request that was read, or null.
   void leave(int fd, Slot *slot) {
     Place &place = shedder->places[fd];
@@ -124,7 +133,8 @@ struct Work {
       place.state = LENT;
       return false;
     }
-    if (came_at - place.answered_at > RETRY_S && place.at_once_since_at < came_at) place.at_once_since_at = came_at;
+    const bool is_late = came_at - place.answered_at > RETRY_S;
+    if (is_late) be_late(place, came_at);
     place.num_silent = 0;
     Slot *slot = has_key ? find(shedder, key) : nullptr;
     const int64_t pattern = slot ? slot->number : 0;
@@ -139,7 +149,7 @@ struct Work {
     } else {
       ++slot->counts.refused;
       shedder->has_refused = true;
-      const bool retries = now_at - place.at_once_since_at > shedder->most_at_once_s;
+      const bool retries = !is_late && now_at - place.at_once_since_at > shedder->most_at_once_s;
       refusals[num_refusals++] = {fd, pattern, retries, next_answer(shedder), 0, 0};
     }
     return true;

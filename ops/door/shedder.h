@@ -53,6 +53,7 @@ enum { MOST_ACCEPTED = 64 };                 // of one listener in one round
 enum { MOST_DESCRIPTORS = 1 << 20 };         // of the process; what has a higher number is not lent
 const double SWEEP_S = 0.001;                // between two sweeps: each takes all that came, and a refusal is no later
 const double TELL_S = 0.002;    // from `turn` to the owner's next look, while requests are refused: quotas grow old
+const double LATE = 2.0;        // as LATE of npu_gr/server/entrance/pacing.py
 const double RETRY_S = 0.01;    // as RETRY_S of npu_gr/server/entrance/pacing.py
 const double JIFFY_S = 0.004;   // the step of the kernel's clock
 const double SILENCE_S = 0.25;  // between two looks for newcomers that are silent
@@ -68,7 +69,7 @@ struct Place {       // of a descriptor
   uint8_t num_silent;       // looks since it was read
   int32_t newcomer;         // its place among the newcomers
   double answered_at;       // 0: nothing was yet
-  double at_once_since_at;  // each request since then has come within RETRY_S of the answer before
+  double at_once_since_at;  // as in pacing.py
 };
 
 struct Slot {  // of a pattern

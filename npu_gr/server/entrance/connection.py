@@ -362,7 +362,9 @@ class Connection(web.RequestHandler):
                 self.began_at = min(self._read_at - self._kernel.received_ago_s(), self._came_at)
                 self._came_at = float("inf")
                 if self.began_at - idle_since_at > RETRY_S:
-                    self.at_once_since_at = self.began_at
+                    self.at_once_since_at = self._entrance.pacer.late(
+                        self.at_once_since_at, idle_since_at, self.began_at
+                    )
             try:
                 num_bytes = self._framed()
             except BadRequest as error:

@@ -11,7 +11,7 @@ A pause helps where the caller waits for the answer before it asks again. An ope
 requests older. After a standstill all connections of such a caller are in use, each sends its next request at once, and
 they look like those of one that retries, until their queue has drained. So only a run of such requests that lasts
 `RUN_S` is a retry; four times that, and four times again, where many hung up in a pause, and half of it `FORGETS_S`
-later.
+later. A caller on a busy machine is late at times: that shortens its run, and does not end it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ IMPATIENT = 1 / 8  # of the paused hang up: pauses age an open loop's requests, 
 OVER = 1 / 64  # weight of one more that was paused
 LEARNS_S = 1.0  # from one time that this is found to the next
 FORGETS_S = 10.0
+LATE = 2.0  # times its lateness is what a request that did not come at once takes off a run
 RETRY_S = 0.01  # by when the request reached the kernel; an open loop, which no pause can hold, comes later
 SPREAD = 0.5  # of the pause, up and down: they do not all come back at once
 
@@ -41,7 +42,7 @@ class Paced(Protocol):
     """A connection that can be paused."""
 
     refused_at: float  # when it was refused last
-    at_once_since_at: float  # each request since then has come within `RETRY_S` of the answer before
+    at_once_since_at: float  # since when its requests have come within `RETRY_S` of the answer before, see `late`
 
     def pause(self) -> None:
         """Stop reading."""
@@ -114,6 +115,17 @@ class Pacer:
         """For how long a caller's requests must have come at once for one to be a retry."""
         halves = min((self._clock() - self._impatient_at) / FORGETS_S, 64.0)
         return float(max(RUN_S, self._impatient_run_s * 0.5**halves))
+
+    def late(self, since_at: float, answered_at: float, came_at: float) -> float:
+        """Say since when a caller's requests have come at once, now that one has not.
+
+        Args:
+            since_at: what it was before.
+            answered_at: the request before.
+            came_at: the request.
+        """
+        since_at = max(since_at, answered_at - 2 * self.run_s)  # an old run is over as soon as another
+        return min(came_at, since_at + LATE * (came_at - answered_at))
 
     @property
     def refusals_per_s(self) -> float:

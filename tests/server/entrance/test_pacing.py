@@ -83,6 +83,33 @@ def test_refusals_are_bounded_for_any_number_of_clients() -> None:
         assert per_s <= 1.4 * world.pacer.refusals_per_s, num_clients
 
 
+def ends(world: World, every_s: float, late_s: float, for_s: float) -> float:
+    """How long a caller's run is that sends at once for `every_s`, and is late once, again and again."""
+    since_at = began_at = world.now_at
+    while world.now_at < began_at + for_s:
+        world.now_at += every_s + late_s
+        since_at = world.pacer.late(since_at, world.now_at - late_s, world.now_at)
+    return world.now_at - since_at
+
+
+def test_a_caller_that_is_late_at_times_still_retries_and_one_that_waits_does_not() -> None:
+    assert ends(World(), 0.1, 0.015, 2.0) > RUN_S  # a busy machine
+    assert ends(World(), 1e-3, 0.1, 2.0) == 0.0  # ten requests a second
+    assert ends(World(), 0.02, 0.03, 2.0) < 0.1
+    assert ends(World(), 1e-3, 3600.0, 7200.0) == 0.0
+
+
+def test_an_old_run_is_over_as_soon_as_another() -> None:
+    world = World()
+    since_at = world.now_at
+    world.now_at += 3600.0
+    for _ in range(12):
+        world.now_at += 0.1
+        since_at = world.pacer.late(since_at, world.now_at - 0.1, world.now_at)
+    assert world.now_at - since_at <= RUN_S
+    assert world.pacer.late(float("-inf"), world.now_at, world.now_at + 3 * RUN_S) > world.now_at  # never for ever
+
+
 def test_refusals_that_take_longer_are_fewer() -> None:
     world = World()
     assert world.pacer.refusals_per_s > 400
@@ -269,7 +296,7 @@ class PooledConnection:
             return
         self.loop.told_after_s.append((self.due_at, now_at - self.due_at))
         if self.sent_at - self.answered_at > RETRY_S:
-            self.at_once_since_at = self.sent_at
+            self.at_once_since_at = pacer.late(self.at_once_since_at, self.answered_at, self.sent_at)
         self.answered_at, self.due_at = now_at, 0.0
         pacer.refused(self, self.sent_at)
         self.loop.idle.append(self)
