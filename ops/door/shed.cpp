@@ -175,7 +175,7 @@ NPU_GR_API int64_t npu_gr_shed_newcomers(Shedder *shedder) {
 
 // Take all that goes up: `ups` has room for most_ups. Returns how many, and in `counts` [MOST_PATTERNS] what became
 // here of the requests of each pattern since the last time. What the last call returned leaves the buffer.
-NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, Counts *counts) {
+NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, PatternCounts *counts) {
   Locked locked(shedder);
   shedder->first_byte = shedder->taken_byte;
   shedder->taken_byte = shedder->end_byte;
@@ -197,7 +197,7 @@ NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, Counts *counts) {
 // most_at_once_s: a connection whose requests have come at once for longer goes back. most_newcomers: further
 // connections go up as soon as they are accepted. counts: of the patterns until now, as `take` says it.
 NPU_GR_API void npu_gr_shed_turn(Shedder *shedder, const Pattern *patterns, double most_at_once_s,
-                                 int64_t most_newcomers, Counts *counts) {
+                                 int64_t most_newcomers, PatternCounts *counts) {
   Locked locked(shedder);
   count(shedder, counts);
   for (int n = 0; n < MOST_PATTERNS; ++n) {

@@ -19,7 +19,7 @@ struct Pattern {
 };
 
 // What became of requests of a pattern.
-struct Counts {
+struct PatternCounts {
   int64_t refused;
   int64_t abandoned;  // of newcomers, whose callers had hung up
 };

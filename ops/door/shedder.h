@@ -75,8 +75,8 @@ struct Place {       // of a descriptor
 struct Slot {  // of a pattern
   int64_t number;
   int64_t quota;
-  int64_t num_up;  // of them that were not taken yet
-  Counts counts;   // that were not told yet
+  int64_t num_up;        // of them that were not taken yet
+  PatternCounts counts;  // that were not told yet
   int64_t key_bytes;
   char key[MAX_KEY_BYTES];
 };
@@ -233,7 +233,7 @@ Slot *find(Shedder *shedder, const Key &key) {
 }
 
 // Say what became of the requests of each pattern since the last time.
-void count(Shedder *shedder, Counts *counts) {
+void count(Shedder *shedder, PatternCounts *counts) {
   for (Slot &slot : shedder->slots) {
     *counts++ = slot.counts;
     slot.counts = {};

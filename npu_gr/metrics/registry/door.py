@@ -49,7 +49,7 @@ class DoorMetrics:
         self._window = make.gauge("door_window_requests", "Requests of the kind that may be inside.", ("kind",))
         self._connections = make.gauge("connections", "Open connections.", ("state",))
         self._paused = make.gauge("connections_paused", "Connections that were refused and are not read for a moment.")
-        self._lent = make.gauge("connections_lent", "Connections that were refused and that a native thread reads.")
+        self._lent = make.gauge("connections_lent", "Connections that a native thread reads.")
         self._refusals = make.gauge("door_refusals_per_second_limit", "That clients who retry at once are held to.")
         self._receiving = make.gauge("receiving_bytes", "Bodies that arrive or wait.")
         self.before_scrape: Callable[[], None] = lambda: None  # counts what is counted in bulk

@@ -32,8 +32,8 @@ class ClearListener:
 
         Args:
             factory: makes the protocol of a connection.
-            closes: told before the sockets are closed.
             sockets: they listen and do not block; `close` closes them.
+            closes: told before the sockets are closed.
         """
         self._factory = factory
         self._closes = closes
@@ -42,10 +42,13 @@ class ClearListener:
         self._opening: set[asyncio.Task[None]] = set()
         self._rests = True
         self._is_closed = False
+        self._pause: asyncio.TimerHandle | None = None  # there is no descriptor
         self.go_on()
 
     def rest(self) -> None:
         """Accept nothing until `go_on`: the shedder does."""
+        if self._pause is not None:
+            self._pause.cancel()
         if not self._rests:
             self._rests = True
             for one in self.sockets:
@@ -84,7 +87,7 @@ class ClearListener:
                     continue  # the caller left before it was accepted
                 log.error("no connection can be accepted: %s", error.strerror)
                 self.rest()
-                self._loop.call_later(PAUSE_S, self.go_on)
+                self._pause = self._loop.call_later(PAUSE_S, self.go_on)
                 return
             accepted.setblocking(False)
             self.adopt(accepted)

@@ -33,8 +33,8 @@ class Pattern(ctypes.Structure):
     ]
 
 
-class Counts(ctypes.Structure):
-    """Mirror `struct Counts`."""
+class PatternCounts(ctypes.Structure):
+    """Mirror `struct PatternCounts`."""
 
     _fields_ = [("refused", c_int64), ("abandoned", c_int64)]
 
@@ -80,8 +80,8 @@ def load(library: Path = LIBRARY) -> ctypes.PyDLL | None:
         ("accept", c_int64, [c_void_p, c_int64, c_int64]),
         ("accept_no_more", None, [c_void_p, c_int64]),
         ("newcomers", c_int64, [c_void_p]),
-        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(Counts)]),
-        ("turn", None, [c_void_p, POINTER(Pattern), c_double, c_int64, POINTER(Counts)]),
+        ("take", c_int64, [c_void_p, POINTER(Up), POINTER(PatternCounts)]),
+        ("turn", None, [c_void_p, POINTER(Pattern), c_double, c_int64, POINTER(PatternCounts)]),
     ):
         function = getattr(found, f"npu_gr_shed_{name}")
         function.restype = result

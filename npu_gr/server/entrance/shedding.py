@@ -202,7 +202,7 @@ class Shedder:
         self._buffer = memoryview(buffer)
         self._key = ctypes.create_string_buffer(MAX_KEY_BYTES)
         self._ups = (shed_library.Up * MOST_UPS)()
-        self._counts = (shed_library.Counts * MOST_PATTERNS)()
+        self._counts = (shed_library.PatternCounts * MOST_PATTERNS)()
         self._told = (shed_library.Pattern * MOST_PATTERNS)()  # what the library knows
         self._patterns: list[_Pattern | None] = [None] * MOST_PATTERNS  # each keeps its place
         self._numbers = itertools.count(1)

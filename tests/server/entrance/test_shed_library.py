@@ -48,7 +48,7 @@ class Bare:
         )
         self.patterns = (shed_library.Pattern * MOST_PATTERNS)()
         self.ups = (shed_library.Up * most_ups)()
-        self.counts = (shed_library.Counts * MOST_PATTERNS)()
+        self.counts = (shed_library.PatternCounts * MOST_PATTERNS)()
         buffer = (ctypes.c_char * (32 * room_bytes)).from_address(library.npu_gr_shed_buffer(self.at))
         self.buffer = memoryview(buffer)
         self.refused = 0

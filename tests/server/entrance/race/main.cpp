@@ -171,7 +171,7 @@ struct Owner {
 
   void take() {
     static Up ups[64];
-    Counts counts[MOST_PATTERNS];
+    PatternCounts counts[MOST_PATTERNS];
     const int64_t count = npu_gr_shed_take(shedder, ups, counts);
     counted += counts[0].refused;
     const char *buffer = static_cast<const char *>(npu_gr_shed_buffer(shedder));
@@ -214,7 +214,7 @@ struct Owner {
     const char *first = "POST /v1/rank HTTP/1.1";
     static const std::string key(first, strlen(first) + 1);
     Pattern patterns[MOST_PATTERNS] = {{1, key.data(), static_cast<int64_t>(key.size()), quota}};
-    Counts counts[MOST_PATTERNS];
+    PatternCounts counts[MOST_PATTERNS];
     npu_gr_shed_turn(shedder, patterns, random() % 2 ? 0.001 : HUGE_VAL, random() % 4, counts);
     counted += counts[0].refused;
   }
