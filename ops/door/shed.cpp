@@ -21,10 +21,11 @@ NPU_GR_API void npu_gr_shed_free(Shedder *shedder) {
   for (int64_t n = 0; n < shedder->num_newcomers; ++n) close(shedder->newcomers[n]);
   for (int64_t n = shedder->first_up; n != shedder->end_up; ++n)
     if (shedder->ups[n % shedder->most_ups].came_to) close(static_cast<int>(shedder->ups[n % shedder->most_ups].fd));
-  for (void *at : {static_cast<void *>(shedder->names_text), static_cast<void *>(shedder->answers_text),
-                   static_cast<void *>(shedder->answer_ends), static_cast<void *>(shedder->received),
-                   static_cast<void *>(shedder->places), static_cast<void *>(shedder->newcomers),
-                   static_cast<void *>(shedder->ups), static_cast<void *>(shedder->buffer)})
+  for (void *at :
+       {static_cast<void *>(shedder->names_text), static_cast<void *>(shedder->answers_text),
+        static_cast<void *>(shedder->answer_ends), static_cast<void *>(shedder->received),
+        static_cast<void *>(shedder->places), static_cast<void *>(shedder->newcomers),
+        static_cast<void *>(shedder->waiting), static_cast<void *>(shedder->ups), static_cast<void *>(shedder->buffer)})
     free(at);
   free(shedder);
 }
@@ -50,6 +51,8 @@ NPU_GR_API Shedder *npu_gr_shed_new(const char *names, const char *answers, cons
   made->received = static_cast<char *>(malloc(room_bytes));
   made->room_bytes = room_bytes;
   made->places = static_cast<Place *>(calloc(MOST_DESCRIPTORS, sizeof(Place)));  // untouched pages take no memory
+  made->waiting = static_cast<Waiting *>(malloc(MOST_DESCRIPTORS * sizeof(Waiting)));
+  made->num_strangers = MOST_STRANGERS;
   made->newcomers = static_cast<int32_t *>(malloc(MOST_DESCRIPTORS * sizeof(int32_t)));  // likewise
   made->ups = static_cast<Up *>(malloc(most_ups * sizeof(Up)));
   made->most_ups = most_ups;
@@ -57,7 +60,8 @@ NPU_GR_API Shedder *npu_gr_shed_new(const char *names, const char *answers, cons
   made->buffer_bytes = buffer_bytes;
   made->most_at_once_s = HUGE_VAL;
   if (made->lent_fd < 0 || made->wake_fd < 0 || made->done_fd < 0 || !made->names_text || !made->answers_text ||
-      !made->answer_ends || !made->received || !made->places || !made->newcomers || !made->ups || !made->buffer) {
+      !made->answer_ends || !made->received || !made->places || !made->newcomers || !made->waiting || !made->ups ||
+      !made->buffer) {
     npu_gr_shed_free(made);
     return nullptr;
   }
@@ -90,7 +94,7 @@ NPU_GR_API int64_t npu_gr_shed_lend(Shedder *shedder, int64_t fd, double at_once
   Place &place = shedder->places[fd];
   if (place.state == IN_HAND) return 0;  // of a connection before, whose owner did not stop it
   if (++shedder->num_lent == 0) ++shedder->num_lent;
-  place = {shedder->num_lent, LENT, 0, 0, 0, now_s(), at_once_since_at};
+  place = {shedder->num_lent, LENT, 0, false, 0, 0, now_s(), at_once_since_at};
   if (watch(shedder, static_cast<int>(fd), EPOLL_CTL_ADD, true)) return place.lent_as;
   place.state = FREE;
   return 0;
@@ -183,6 +187,7 @@ NPU_GR_API int64_t npu_gr_shed_take(Shedder *shedder, Up *ups, PatternCounts *co
   while (shedder->first_up != shedder->end_up) ups[num_ups++] = shedder->ups[shedder->first_up++ % shedder->most_ups];
   for (Slot &slot : shedder->slots) slot.num_up = 0;
   count(shedder, counts);
+  admit_strangers(shedder);
   eventfd_t times;
   if (shedder->has_told) eventfd_read(shedder->done_fd, &times);
   shedder->has_told = false;

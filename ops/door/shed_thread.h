@@ -24,7 +24,7 @@ struct Work {
     Listener &listener = shedder->listeners[number - 1];
     {
       Locked locked(shedder);
-      if (!listener.is_open) return;
+      if (!listener.is_open || is_crowded()) return;
       listener.is_in_hand = true;
     }
     bool has_files = true;
@@ -46,7 +46,12 @@ struct Work {
     if (shedder->num_waiting) pthread_cond_broadcast(&shedder->let_go);
   }
 
-  // Take a new connection in; false: there is no room for one more.
+  // With the mutex held: there is no place for one more, and it may not go up.
+  bool is_crowded() const {
+    return is_full(shedder) || (shedder->num_newcomers >= shedder->most_newcomers && !may_go_up(shedder));
+  }
+
+  // Take a new connection in; false: no other one.
   bool welcome(int fd, int64_t number) {
     if (fd >= MOST_DESCRIPTORS) {
       close(fd);
@@ -55,12 +60,12 @@ struct Work {
     Locked locked(shedder);
     if (++shedder->num_lent == 0) ++shedder->num_lent;
     const double at_once_since_at = shedder->listeners[number - 1].is_shared ? HUGE_VAL : now_s();
-    shedder->places[fd] = {shedder->num_lent, LENT, static_cast<uint8_t>(number), 0, 0, 0, at_once_since_at};
+    shedder->places[fd] = {shedder->num_lent, LENT, static_cast<uint8_t>(number), false, 0, 0, 0, at_once_since_at};
     add_newcomer(shedder, fd);
     // where the owner has no room for more, it decides who makes some
-    const bool is_over = shedder->num_newcomers > shedder->most_newcomers;
+    const bool is_over = shedder->num_newcomers > shedder->most_newcomers && may_go_up(shedder);
     if (is_over || !watch(shedder, fd, EPOLL_CTL_ADD, true)) go_up(shedder, fd, UP_SILENT, 0, nullptr, 0);
-    return !is_full(shedder);
+    return !is_crowded();
   }
 
   // With the mutex held: accept nothing until then; 0: from now on.
@@ -77,7 +82,10 @@ struct Work {
     shedder->silence_at = now_at + SILENCE_S;
     for (int64_t n = shedder->num_newcomers; n-- && !is_full(shedder);) {
       const int fd = shedder->newcomers[n];
-      if (++shedder->places[fd].num_silent > MOST_SILENT) go_up(shedder, fd, UP_SILENT, 0, nullptr, 0);
+      Place &place = shedder->places[fd];
+      if (place.state != LENT || ++place.num_silent <= MOST_SILENT) continue;
+      place.num_silent = MOST_SILENT;
+      if (may_go_up(shedder)) go_up(shedder, fd, UP_SILENT, 0, nullptr, 0);
     }
     if (shedder->first_up != shedder->end_up) tell(shedder);
   }
@@ -104,6 +112,14 @@ struct Work {
     left[num_left++] = fd;  // closed when the mutex is free
   }
 
+  // Let a newcomer wait with a request that is like no pattern; false: it is like one.
+  bool waits(int fd, const Key *key) {
+    Locked locked(shedder);
+    if (key && find(shedder, *key)) return false;
+    let_wait(shedder, fd);
+    return true;
+  }
+
   // Read a connection, and decide; false: there was nothing to read.
   bool look(const epoll_event &event) {
     const int fd = static_cast<int>(event.data.u64 & 0xffffffff);
@@ -113,21 +129,27 @@ struct Work {
     }
     const bool has_hung_up = event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR);
     Place &place = shedder->places[fd];
+    bool peeks;  // a newcomer's: it may have to wait with what it has sent
     {
       Locked locked(shedder);
       if (!lent_place(shedder, fd, event.data.u64 >> 32)) return true;  // it went back meanwhile
-      if (place.state == UP) {
-        go_up(shedder, fd, UP_CLOSED, 0, nullptr, 0);
+      if (place.state == UP || place.state == STRANGE) {
+        leave(fd, nullptr);
         return true;
       }
       place.state = IN_HAND;
+      peeks = place.came_to && !place.is_called && !may_go_up(shedder);
     }
-    const ssize_t size = recv(fd, shedder->received, shedder->room_bytes, MSG_DONTWAIT);
+    const ssize_t size = recv(fd, shedder->received, shedder->room_bytes, MSG_DONTWAIT | (peeks ? MSG_PEEK : 0));
     const int error = errno;
     const double now_at = now_s(), came_at = came_since(fd, place.answered_at, now_at);
     Key key;
     const bool has_key =
         size > 0 && size < shedder->room_bytes && make_key(shedder->received, size, shedder->names, key);
+    if (size > 0 && peeks) {
+      if (waits(fd, has_key ? &key : nullptr)) return true;
+      recv(fd, nullptr, size, MSG_DONTWAIT | MSG_TRUNC);
+    }
     Locked locked(shedder);
     if (size < 0 && (error == EAGAIN || error == EINTR)) {
       place.state = LENT;
@@ -181,7 +203,7 @@ struct Work {
         leave(refusal.fd, nullptr);
       else if (sent < refusal.answer.size)
         go_up(shedder, refusal.fd, UP_UNSENT, 0, refusal.answer.data + sent, refusal.answer.size - sent);
-      else if (refusal.retries)
+      else if (refusal.retries && (!shedder->places[refusal.fd].came_to || may_go_up(shedder)))
         go_up(shedder, refusal.fd, UP_RETRIES, refusal.pattern, nullptr, 0);
       else
         shedder->places[refusal.fd].state = LENT;
@@ -227,13 +249,14 @@ struct Work {
         if (shedder->ends) return;
         if (shedder->num_newcomers || shedder->accepts_at) tend(now_s());
         const double tell_in_s = shedder->turned_at + TELL_S - now_s();
-        if (shedder->has_refused && tell_in_s <= 0) tell(shedder);
+        const bool wants_turn = shedder->has_refused || shedder->num_strangers < 1 || has_waiting(shedder);
+        if (wants_turn && tell_in_s <= 0) tell(shedder);
         shedder->waits_for_room = is_full(shedder);
         if (shedder->waits_for_room) {
           seconds = -1;
         } else if (!num_seen) {
           for_requests = true;
-          seconds = shedder->has_told || !shedder->has_refused ? -1 : tell_in_s;
+          seconds = shedder->has_told || !wants_turn ? -1 : tell_in_s;
           if ((shedder->num_newcomers || shedder->accepts_at) && (seconds < 0 || seconds > NO_FILE_S))
             seconds = NO_FILE_S;
         }

@@ -13,7 +13,9 @@
 //
 // While requests are refused, the thread accepts connections, too: a caller who hangs up and connects anew costs Python
 // nothing. Such a newcomer is the thread's alone until it goes up, and then the owner's alone; if its caller hangs up
-// before, the thread closes it. One that is silent goes up, so the limits of silence are the owner's.
+// before, the thread closes it. One that is silent goes up, so the limits of silence are the owner's. A stranger is a
+// newcomer that goes up although the door would not take a request of it now. Each costs the owner as much as a quarter
+// of a rank, so while requests are refused few of them go up a second, and the others wait, unread, in their order.
 //
 // Invariants:
 //   S1  the thread reads and writes a descriptor of the owner's only while it has it IN_HAND, and `stop` and
@@ -52,20 +54,23 @@ enum { MOST_EVENTS = 16, MOST_SEEN = 256 };  // connections of one round, and of
 enum { MOST_ACCEPTED = 64 };                 // of one listener in one round
 enum { MOST_DESCRIPTORS = 1 << 20 };         // of the process; what has a higher number is not lent
 const double SWEEP_S = 0.001;                // between two sweeps: each takes all that came, and a refusal is no later
-const double TELL_S = 0.002;    // from `turn` to the owner's next look, while requests are refused: quotas grow old
-const double LATE = 2.0;        // as LATE of npu_gr/server/entrance/pacing.py
-const double RETRY_S = 0.01;    // as RETRY_S of npu_gr/server/entrance/pacing.py
-const double JIFFY_S = 0.004;   // the step of the kernel's clock
-const double SILENCE_S = 0.25;  // between two looks for newcomers that are silent
-enum { MOST_SILENT = 4 };       // such looks that find nothing of a newcomer; then it goes up
-const double NO_FILE_S = 0.1;   // until the next connection is accepted, when there is no descriptor for it
+const double TELL_S = 0.002;       // from `turn` to the owner's next look, while requests are refused: quotas grow old
+const double LATE = 2.0;           // as LATE of npu_gr/server/entrance/pacing.py
+const double RETRY_S = 0.01;       // as RETRY_S of npu_gr/server/entrance/pacing.py
+const double JIFFY_S = 0.004;      // the step of the kernel's clock
+const double SILENCE_S = 0.25;     // between two looks for newcomers that are silent
+enum { MOST_SILENT = 4 };          // such looks that find nothing of a newcomer; then it goes up
+const double MOST_STRANGERS = 16;  // go up between two calls of `take`
+const double STRANGERS_PER_S = 400;  // while requests are refused: a tenth of the owner's core
+const double NO_FILE_S = 0.1;        // until the next connection is accepted, when there is no descriptor for it
 
-enum State : uint8_t { FREE = 0, LENT, IN_HAND, UP };
+enum State : uint8_t { FREE = 0, LENT, IN_HAND, UP, STRANGE };  // STRANGE: it waits to go up
 
 struct Place {       // of a descriptor
   uint32_t lent_as;  // the number of its connection: a descriptor that was closed is soon another one's
   State state;
   uint8_t came_to;          // the number of the listener, of a newcomer; 0: it is its owner's
+  bool is_called;           // it was STRANGE, and its turn has come
   uint8_t num_silent;       // looks since it was read
   int32_t newcomer;         // its place among the newcomers
   double answered_at;       // 0: nothing was yet
@@ -79,6 +84,11 @@ struct Slot {  // of a pattern
   PatternCounts counts;  // that were not told yet
   int64_t key_bytes;
   char key[MAX_KEY_BYTES];
+};
+
+struct Waiting {
+  int32_t fd;
+  uint32_t lent_as;
 };
 
 struct Listener {
@@ -111,6 +121,10 @@ struct Shedder {
   Listener listeners[MOST_LISTENERS];
   int32_t *newcomers;  // [MOST_DESCRIPTORS]: their descriptors
   int64_t num_newcomers, most_newcomers;
+  double num_strangers;  // that may go up now
+  double strangers_at;   // when that was said
+  Waiting *waiting;      // a ring of MOST_DESCRIPTORS: those that are STRANGE, or were
+  uint32_t first_waiting, end_waiting;
   double silence_at;  // of the next look
   double accepts_at;  // there is no descriptor until then; 0: there are some
   Slot slots[MOST_PATTERNS];
@@ -199,12 +213,47 @@ void remove_newcomer(Shedder *shedder, const Place &place) {
   shedder->places[last].newcomer = place.newcomer;
 }
 
+bool has_waiting(const Shedder *shedder) { return shedder->first_waiting != shedder->end_waiting; }
+
+// Whether one more stranger may go up now.
+bool may_go_up(const Shedder *shedder) { return shedder->num_strangers >= 1 && !has_waiting(shedder); }
+
+// Let a newcomer wait to go up; it is read when its turn comes.
+void let_wait(Shedder *shedder, int fd) {
+  shedder->places[fd].state = STRANGE;
+  watch(shedder, fd, EPOLL_CTL_MOD, false);
+  shedder->waiting[shedder->end_waiting++ % MOST_DESCRIPTORS] = {fd, shedder->places[fd].lent_as};
+}
+
+// Say how many strangers may go up from now on, and read those whose turn it is.
+void admit_strangers(Shedder *shedder) {
+  bool is_refusing = false;
+  for (const Slot &slot : shedder->slots) is_refusing |= slot.number != 0;
+  const double now_at = now_s(), more = is_refusing ? STRANGERS_PER_S * (now_at - shedder->strangers_at) : HUGE_VAL;
+  shedder->strangers_at = now_at;
+  const double num = shedder->num_strangers + more;
+  shedder->num_strangers = num < MOST_STRANGERS ? num : MOST_STRANGERS;
+  while (has_waiting(shedder) && shedder->num_strangers >= 1) {
+    const Waiting &next = shedder->waiting[shedder->first_waiting++ % MOST_DESCRIPTORS];
+    Place *place = lent_place(shedder, next.fd, next.lent_as);
+    if (!place || place->state != STRANGE) continue;  // its caller has hung up
+    --shedder->num_strangers;
+    place->state = LENT;
+    place->is_called = true;
+    watch(shedder, next.fd, EPOLL_CTL_MOD, true);
+  }
+}
+
 void go_up(Shedder *shedder, int fd, int64_t why, int64_t pattern, const char *data, int64_t num_bytes,
            double came_at = 0) {
   Place &place = shedder->places[fd];
   place.state = FREE;
   if (why == UP_BYTES && !place.came_to) place.state = UP;
-  if (place.came_to) remove_newcomer(shedder, place);
+  if (place.came_to) {
+    remove_newcomer(shedder, place);
+    const bool is_stranger = why != UP_BYTES || !pattern;
+    shedder->num_strangers -= is_stranger && !place.is_called;
+  }
   if (place.state == UP)
     watch(shedder, fd, EPOLL_CTL_MOD, false);
   else

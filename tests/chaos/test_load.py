@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +35,7 @@ OBJECTIVE_S = 0.05
 PAUSE_S = 0.11
 WELL_AGAIN_S = 0.25  # after a pause
 STALLED_AT_S = 1.0
+MOST_STRANGERS = 400  # connections that are held open at once
 STANDSTILL_S = 1.5  # longer than the client's patience
 STALL_S = 0.3  # at four times the capacity it fills all connections
 WELL_AGAIN_UNDER_LOAD_S = 2.5  # while the load lasts: what has come meanwhile is refused first
@@ -204,6 +208,59 @@ async def test_callers_who_all_gave_up_in_a_standstill_and_connect_anew_are_serv
     well_to = round(seconds / BIN_S)
     assert sum(each[4] for each in counts.bins[:well_from]) > 512, "nobody gave up: this is no such standstill"
     assert sum(good[well_from:well_to]) / scale.load_s >= 0.4 * before_per_s, good
+
+
+@contextmanager
+def strangers(port: int) -> Iterator[list[int]]:
+    """Connect as fast as one thread can; send nothing, a piece, nonsense, or requests whose answers nobody reads."""
+    count = [0]
+    is_over = threading.Event()
+    sent = (
+        b"",
+        b"POST /v1/rank HTTP/1.1\r\nContent-Le",
+        b"\x16\x03\x01\x00",
+        b"GET /v1/none HTTP/1.1\r\nHost: x\r\n\r\n" * 3,
+    )
+
+    def call() -> None:
+        held: list[socket.socket] = []
+        while not is_over.is_set():
+            with contextlib.suppress(OSError):
+                held.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                held[-1].sendall(sent[count[0] % len(sent)])
+            count[0] += 1
+            if len(held) > MOST_STRANGERS:
+                for one in held[: MOST_STRANGERS // 2]:
+                    one.close()
+                del held[: MOST_STRANGERS // 2]
+        for one in held:
+            one.close()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    try:
+        yield count
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@each_scale
+@three_attempts
+async def test_a_flood_of_connections_leaves_most_of_what_an_overload_leaves(
+    scale: Scale, bodies: Bodies, instance: Instance
+) -> None:
+    """To accept a stranger costs a quarter of a rank, so few of them are let near the event loop."""
+    most_per_s = answered_per_s(await reference(instance, bodies))
+    load = LoadStream(
+        name="load", mode="poisson", bodies=bodies.path, to_s=scale.load_s, connections=256, rate_per_s=6 * most_per_s
+    )
+    before = (await drive_all(instance, [load])).stream("load")
+    with strangers(instance.port) as count:
+        beside = (await drive_all(instance, [load])).stream("load")
+    assert count[0] > 100 * scale.load_s, "this is no flood"
+    assert beside.good_per_s >= 0.35 * before.good_per_s, (beside.good_per_s, before.good_per_s, count)
+    assert not beside.timeouts
 
 
 @each_scale

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import select
 import shutil
 import socket
 import subprocess
@@ -31,6 +32,8 @@ from tests.server.entrance.test_connection import BODY, WHOLE
 
 pytestmark = pytest.mark.skipif(shed_library.load() is None, reason="the shedder was not built: Linux, a C++ compiler")
 
+MOST_STRANGERS = 16  # as in shedder.h
+STRANGERS_PER_S = 400
 NAMES = b"authorization\nx-request-timeout-ms\ngrpc-timeout\n"
 TENANT = json.loads(BODY).get("tenant", "").encode()
 ANSWER = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"
@@ -227,6 +230,8 @@ def test_a_plain_request_has_a_key_without_what_the_door_does_not_read(keys: Bar
     [
         ("shedder.h", "RETRY_S", pacing.RETRY_S),
         ("shedder.h", "LATE", pacing.LATE),
+        ("shedder.h", "MOST_STRANGERS", MOST_STRANGERS),
+        ("shedder.h", "STRANGERS_PER_S", STRANGERS_PER_S),
         ("shedder.h", "JIFFY_S", kernel_socket._JIFFY_S),
         ("request_key.h", "MAX_DIGITS", framing.MAX_DIGITS),
         ("request_key.h", "SEARCHED_BYTES", framing._SEARCHED_BYTES),
@@ -597,6 +602,52 @@ def test_a_newcomer_that_does_not_read_or_retries_goes_up(bare: Bare, door: Door
         time.sleep(0.002)
     assert [why for _, why, _ in found] == [UP_RETRIES]
     socket.socket(fileno=found[0][0]).close()
+
+
+def test_strangers_go_up_a_few_a_second_and_the_others_wait_in_their_order(bare: Bare, door: Door) -> None:
+    """Each costs the owner a quarter of a rank: a flood of them must not take what is left for ranks."""
+    bare.refuse(WHOLE)
+    texts = [b"%03d nonsense" % number for number in range(200)]
+    for text in texts:
+        door.call(text)
+    refused = door.call(WHOLE)
+    assert refused.recv(4096) == ANSWER  # it waits for none of them
+    began_at = time.monotonic()
+    found: list[tuple[int, int, bytes]] = []
+    while len(found) < len(texts) and time.monotonic() < began_at + 10:
+        took = bare.take()
+        assert len(took) <= MOST_STRANGERS
+        found += took
+        bare.turn()
+        time.sleep(1e-3)
+    took_s = time.monotonic() - began_at
+    assert [text for _, _, text in found] == texts
+    assert len(texts) - 2 * MOST_STRANGERS <= STRANGERS_PER_S * took_s
+    refused.sendall(WHOLE)
+    assert refused.recv(4096) == ANSWER
+    for descriptor, *_ in found:
+        os.close(descriptor)
+
+
+def test_strangers_who_wait_are_taken_as_fast_as_the_owner_looks_when_nobody_is_refused(bare: Bare, door: Door) -> None:
+    bare.refuse(WHOLE)
+    texts = [b"%03d nonsense" % number for number in range(100)]
+    callers = [door.call(text) for text in texts]
+    ends_at = time.monotonic() + 5
+    while door.num_newcomers < len(texts) - MOST_STRANGERS and time.monotonic() < ends_at:
+        time.sleep(1e-3)
+    callers[50].close()  # one that waits
+    bare.patterns[0].number = 0
+    bare.turn()
+    found: list[tuple[int, int, bytes]] = []
+    while len(found) < len(texts) - 1:
+        assert select.select([bare.library.npu_gr_shed_done(bare.at)], [], [], 5)[0], "nobody told the owner"
+        found += bare.take()
+        bare.turn()
+    assert [text for _, _, text in found] == texts[:50] + texts[51:]
+    assert door.num_newcomers == 0
+    for descriptor, *_ in found:
+        os.close(descriptor)
 
 
 def test_where_there_is_no_room_for_newcomers_they_go_up_at_once(bare: Bare) -> None:
