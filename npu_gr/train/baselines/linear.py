@@ -57,7 +57,10 @@ class ItemKNN:
         self._num_items = graph.num_items
         self._of_rows = torch.from_numpy(of_rows)
         self._rows = graph.to_users(of_rows[graph.items])
-        self._shared = graph.to_users(of_users[graph.users] ** np.float32(-user_exponent))
+        told: F32 = of_users[graph.users] ** np.float32(-user_exponent)
+        of_itself = np.bincount(graph.items, told, graph.num_items) * of_rows / np.sqrt(of_items)
+        self.own = torch.from_numpy(of_itself[:num_scored].astype(np.float32))  # what each item adds to itself
+        self._shared = graph.to_users(told)
         self._scored = _first(graph, num_scored, by_item)
 
     def scores(self, users: Tensor) -> Tensor:

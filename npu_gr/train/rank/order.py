@@ -182,7 +182,7 @@ def fit_order(
         start: weights that the ridge keeps the others near.
         free: names of the weights that are fitted; others stay.
     """
-    own = log.items[[event for _, event in targets]]
+    own = log.items[np.array([event for _, event in targets], np.int64)]
     rows = [(found, np.flatnonzero(found.items == item)) for found, item in zip(lists, own, strict=True)]
     rows = [(found, place) for found, place in rows if len(place)]
     if not rows:

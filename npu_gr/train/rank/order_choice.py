@@ -19,7 +19,7 @@ from npu_gr.train.paired import Difference
 from npu_gr.train.rank.alone import better_alone, to_serve
 from npu_gr.train.rank.held_out import HeldOutEvents
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbour_choice import choose_kind
+from npu_gr.train.rank.neighbour_choice import choose_kind, ndcg_cross_fitted, ndcg_of_lists
 from npu_gr.train.rank.neighbour_kinds import USUAL, NeighbourKind, count_kinds
 from npu_gr.train.rank.order import ListSizes, count_order, count_transitions, retrieved_lists
 from npu_gr.train.rank.simple import SimpleOrder, beside_simple
@@ -74,5 +74,8 @@ def choose_order(
     kind, order, own = choose_kind(counted, log, lists, targets)
     better = better_alone(order, log, own, targets)
     served = to_serve(order, better)
-    simple = None if item_knn is None else beside_simple(item_knn, served, log, own, targets)
+    simple = None
+    if item_knn is not None:
+        figures = (ndcg_cross_fitted if served is order else ndcg_of_lists)(served, log, own, targets)
+        simple = beside_simple(item_knn, order, figures, log, own, targets)
     return ChosenOrder(task, kind, served.weights, better, simple)

@@ -27,7 +27,7 @@ from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64, ndcg_of_each
 from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.paired import Difference, K, difference_of_users
-from npu_gr.train.rank.neighbour_choice import ndcg_of_lists
+from npu_gr.train.rank.neighbour_choice import is_above_0
 from npu_gr.train.rank.neighbour_kinds import MANY_ITEMS
 from npu_gr.train.rank.order import ItemList, count_transitions, fit_order
 from npu_gr.train.rank.sparse_rows import Entries, joined
@@ -43,11 +43,7 @@ class SimpleOrder(NamedTuple):
     baseline: LinearBaseline  # ItemKNN
     seen: float  # e
     fitted_less_it: Difference  # NDCG@10 of the fitted order less this one's
-
-    @property
-    def is_served(self) -> bool:
-        """Whether it takes the place of the fitted order, which is not shown to be better."""
-        return self.fitted_less_it.low <= 0
+    is_served: bool  # it takes the place of the fitted order, which is not shown to be better
 
     def counted(self, log: InteractionLog, task: str) -> Order:
         """Count it in the trained events of a log, for the task that predicts the next item."""
@@ -59,12 +55,13 @@ class SimpleOrder(NamedTuple):
         less = f"the fitted order less ItemKNN's: NDCG@{K} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})"
         if not self.is_served:
             return less
-        return f"{less}: not shown to be better, so ItemKNN's order is served: {self.baseline.tuned.settings}"
+        return f"{less}: not shown to be better, so ItemKNN's is served: {self.baseline.tuned.settings}"
 
 
 def beside_simple(
     baseline: LinearBaseline,
     order: Order,
+    figures: F64,
     log: InteractionLog,
     lists: Sequence[ItemList],
     targets: Sequence[NextItem],
@@ -74,24 +71,30 @@ def beside_simple(
     Args:
         baseline: ItemKNN with its settings, fitted to any log of these users and items.
         order: fitted.
+        figures: [targets] its NDCG@10 of each next item, by weights of which that item knows nothing.
         log: with the users' histories; its trained events are counted.
-        lists: of the targets, as of the fitted order.
+        lists: of the targets.
         targets: the validation's next items, at least one.
     """
-    own = baseline.refitted(log)
-    scored: list[ItemList] = []
+    fitted = baseline.refitted(log)
+    of_itself = _item_knn(fitted).own.numpy() * fitted.tuned.factors.numpy()
 
-    def scores() -> Iterator[F64]:
-        for found, target in zip(lists, targets, strict=True):
-            row = own.next_items(log, target.user)
-            scored.append(found._replace(neighbours=row[found.items].astype(np.float32)))
+    def scores(seen: float) -> Iterator[F64]:
+        for user, event in targets:
+            row = fitted.next_items(log, user)
+            history = np.unique(log.items[log.starts[user] : event])
+            row[history] += seen - of_itself[history]
             yield row
 
-    simple = ndcg_of_each(rank_next_items(log, targets, scores()).judged, K)
-    gap = difference_of_users(ndcg_of_lists(order, log, lists, targets), simple)
+    scored = [
+        found._replace(neighbours=row[found.items].astype(np.float32))
+        for found, row in zip(lists, scores(0.0), strict=True)
+    ]
     by_score = NOTHING | {"neighbours": 1.0}
     seen = fit_order(order, log, scored, targets, start=by_score, free=("seen",)).weights["seen"]
-    return SimpleOrder(baseline, seen, gap)
+    simple = ndcg_of_each(rank_next_items(log, targets, scores(seen)).judged, K)
+    gaps = figures - simple
+    return SimpleOrder(baseline, seen, difference_of_users(figures, simple), is_served=not is_above_0(gaps))
 
 
 def as_order(baseline: LinearBaseline, log: InteractionLog, task: str, seen: float) -> Order:
@@ -104,15 +107,19 @@ def as_order(baseline: LinearBaseline, log: InteractionLog, task: str, seen: flo
         seen: weight of what is in the history.
     """
     tuned, degrees = baseline.tuned, graph_of(log).degrees()[1]
-    assert isinstance(tuned.model, ItemKNN), "the baseline is ItemKNN"
     popularity = np.log((degrees + 0.5) / (degrees + 0.5).sum())  # the baseline's, but for a constant
     weight = tuned.weight / root_mean_square(log_popularity(degrees))
     return replace(
         count_transitions(log, task),
         weights=NOTHING | {"neighbours": 1.0, "popularity": weight, "seen": seen},
         popularity=popularity.astype(np.float32),
-        neighbours=_neighbours(tuned.model, tuned.factors.numpy(), log.num_items),
+        neighbours=_neighbours(_item_knn(baseline), tuned.factors.numpy(), log.num_items),
     )
+
+
+def _item_knn(baseline: LinearBaseline) -> ItemKNN:
+    assert isinstance(baseline.tuned.model, ItemKNN), "the baseline is ItemKNN"
+    return baseline.tuned.model
 
 
 def _neighbours(model: ItemKNN, factors: F32, num_items: int) -> Neighbours:

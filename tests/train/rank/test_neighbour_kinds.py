@@ -16,7 +16,7 @@ from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank import neighbour_choice
 from npu_gr.train.rank import neighbour_kinds as module
-from npu_gr.train.rank.neighbour_choice import choose_kind, list_likelihood, ndcg_of_lists
+from npu_gr.train.rank.neighbour_choice import FOLDS, choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
 from npu_gr.train.rank.neighbour_kinds import (
     KINDS,
     MANY_ITEMS,
@@ -124,6 +124,21 @@ def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
         ItemList(*(column[kept.items != item] for column in kept)) for kept, item in zip(lists, own, strict=True)
     ]
     assert len(list_likelihood(found.order, log, without, targets)) == 0
+
+
+def test_each_user_is_judged_by_weights_of_which_it_knows_nothing() -> None:
+    """The next item of the first fold's users stands last by a term that puts all others' first."""
+    log = build_log(planted(num_users=60, num_events=30), [], "leave-one-out")
+    targets = log.next_items()
+    lists = []
+    for row, (found, (_, event)) in enumerate(zip(lists_of(log, targets), targets, strict=True)):
+        place = log.items[event] == EVERY
+        lists.append(found._replace(click=np.where(place, -1, 1).astype(np.float32) * (1 if row % FOLDS == 0 else -1)))
+    order = count_transitions(log, "click")
+    got = ndcg_cross_fitted(order, log, lists, targets)
+    assert [figure == 1 for figure in got] == [row % FOLDS > 0 for row in range(len(targets))]
+    assert not got[::FOLDS].any()
+    assert len(ndcg_cross_fitted(order, log, lists[:1], targets[:1])) == 1  # nobody else is there
 
 
 @pytest.mark.parametrize(
