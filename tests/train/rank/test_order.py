@@ -106,7 +106,7 @@ def test_the_weights_that_decided_are_found(log: InteractionLog) -> None:
 
 def test_a_weight_that_is_not_free_stays(log: InteractionLog) -> None:
     start = dict(zip(WEIGHTS, [0.6, 0.2, 0.3, 0.4, 0.5, 0.0], strict=True))
-    lists, targets = chosen_lists([*start.values()][:5] + [-1.5], 2000, log)
+    lists, targets = chosen_lists([*(start | {"seen": -1.5}).values()], 2000, log)
     found = fit_order(count_transitions(log, "click"), log, lists, targets, start=start, free=("seen",))
     assert found.weights == pytest.approx(start | {"seen": -1.5}, abs=0.1)
     assert found.weights | {"seen": 0.0} == start
