@@ -248,11 +248,16 @@ class Order:
             return np.empty(0, np.int64)
         if not self.neighbours.is_linear:
             return self.neighbours.top(history, k)
-        kept, sums, _ = self.neighbours.found(history)
-        found: I64 = np.union1d(kept, self._popular[:k])
+        alike, sums, _ = self.neighbours.found(history)
+        popular = self._popular[:k]
+        place = np.searchsorted(alike[:-1], popular)
+        found = np.concatenate([alike, popular[alike[place] != popular] if len(alike) else popular])
         scores = self.weights["popularity"] * self.popularity[found].astype(np.float64)
-        scores[np.searchsorted(found, kept)] += self.weights["neighbours"] * sums
-        best: I64 = found[np.argsort(-scores, kind="stable")[:k]]
+        scores[: len(alike)] += self.weights["neighbours"] * sums
+        if 0 < k < len(found):  # only these are sorted
+            is_best = scores >= np.partition(scores, -k)[-k]
+            found, scores = found[is_best], scores[is_best]
+        best: I64 = found[np.lexsort((found, -scores))[:k]]
         return best
 
     def scores(self, retrieval: F32, click: F32, transitions: F32, neighbours: F32, popularity: F32, seen: F32) -> F32:

@@ -133,6 +133,12 @@ def retrieved_lists(
     log = inputs.log
     backend = CPUBackend()
     task = model.config.tasks.index(counted.task)
+    is_linear = counted.neighbours is not None and counted.neighbours.is_linear
+
+    def most_alike(history: I64) -> int:
+        """How many neighbours: of linear ones, which may be all of the order, as many unseen ones as are asked for."""
+        return sizes.neighbours + (len(np.unique(history)) if is_linear else 0)
+
     table = model.item_vectors()
     vectors = user_vectors(inputs, model, targets)
     for count, ((user, event), u) in enumerate(zip(targets, vectors, strict=True), 1):
@@ -141,7 +147,10 @@ def retrieved_lists(
         seen = torch.zeros(log.num_items)
         seen[torch.from_numpy(history)] = 1
         followers = torch.from_numpy(counted.top(history, sizes.followers))
-        neighbours = [counted.nearest(history, sizes.neighbours), *(o.top(history, sizes.neighbours) for o in others)]
+        neighbours = [
+            counted.nearest(history, most_alike(history)),
+            *(o.top(history, sizes.neighbours) for o in others),
+        ]
         found = [*_best(retrieval, seen, sizes.retrieved), followers, *map(torch.from_numpy, neighbours)]
         items = torch.unique(torch.cat(found))
         yield ItemList(

@@ -33,7 +33,7 @@ from npu_gr.train.rank.order import ItemList, count_transitions, fit_order
 from npu_gr.train.rank.sparse_rows import Entries, joined
 
 NOTHING = dict.fromkeys(WEIGHTS, 0.0)
-MANY_NEIGHBOURS = 1000  # of an item that are kept, where that is not too much for all items together
+MANY_NEIGHBOURS = 500  # of an item that are kept, where that is not too much for all items together
 MAX_KEPT = 1 << 23  # neighbours of all items together: 64 MiB
 
 

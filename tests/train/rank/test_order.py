@@ -167,6 +167,29 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(log: In
     assert others
 
 
+def test_lists_hold_the_best_unseen_items_by_linear_neighbours(log: InteractionLog) -> None:
+    """They may be all that an order counts: what it shows to a user who has seen much has to be there."""
+    torch.manual_seed(0)
+    model = new_model(log, [], (CLICK,), TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)).eval()
+    model.freeze_items()
+    counted = count_order(log, "click")
+    assert counted.neighbours is not None
+    linear = replace(counted.neighbours, is_summed=True, is_linear=True)
+    weights = dict.fromkeys(WEIGHTS, 0.0) | {"neighbours": 1.0, "popularity": 0.1}
+    order = replace(counted, weights=weights, neighbours=linear)
+    targets = log.next_items()
+    lists = retrieved_lists(LogInputs(log, model), model, order, targets, ListSizes(1, 1, 4))
+    found_more = 0
+    for (user, event), found in zip(targets, lists, strict=True):
+        history = log.items[log.starts[user] : event]
+        unseen = np.setdiff1d(np.arange(NUM_ITEMS), history)
+        scores = order.alike(history, unseen) + np.float32(0.1) * order.popular(unseen)
+        best = unseen[np.argsort(-scores, kind="stable")[:4]]
+        assert set(best.tolist()) <= set(found.items.tolist())
+        found_more += not set(best.tolist()) <= set(order.nearest(history, 4).tolist())
+    assert found_more
+
+
 def answer(
     model: HSTU, log: InteractionLog, target: NextItem, candidates: np.ndarray, *, is_next: bool = False
 ) -> torch.Tensor:
