@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from npu_gr.core.arrays import F32
 from npu_gr.model.neighbours import MAX_NEIGHBOURS, Neighbours
@@ -24,6 +25,7 @@ from npu_gr.train.baselines.choose import LinearBaseline, graph_of
 from npu_gr.train.baselines.linear import BLOCK_ROWS, ItemKNN
 from npu_gr.train.baselines.tune import log_popularity, root_mean_square
 from npu_gr.train.data import InteractionLog, NextItem
+from npu_gr.train.judge import BLOCK_USERS
 from npu_gr.train.metrics import F64, ndcg_of_each
 from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.paired import Difference, K, difference_of_users
@@ -80,11 +82,13 @@ def beside_simple(
     of_itself = _item_knn(fitted).own.numpy() * fitted.tuned.factors.numpy()
 
     def scores(seen: float) -> Iterator[F64]:
-        for user, event in targets:
-            row = fitted.next_items(log, user)
-            history = np.unique(log.items[log.starts[user] : event])
-            row[history] += seen - of_itself[history]
-            yield row
+        for start in range(0, len(targets), BLOCK_USERS):
+            block = targets[start : start + BLOCK_USERS]
+            rows = fitted.tuned.scores(torch.tensor([user for user, _ in block])).double().numpy()
+            for (user, event), row in zip(block, rows, strict=True):
+                history = np.unique(log.items[log.starts[user] : event])
+                row[history] += seen - of_itself[history]
+                yield row
 
     scored = [
         found._replace(neighbours=row[found.items].astype(np.float32))
