@@ -212,7 +212,7 @@ class OrderTables(NamedTuple):
     neighbours: npt.NDArray[np.int32]  # [I, K] as `successors`; K = 0: there are none
     similarity: npt.NDArray[np.float32]  # [I, K]
     decay: float  # of an event's weight, with each newer event
-    scale: float  # of a mean similarity, or of a sum
+    scale: float  # of a mean similarity, or of a sum, in a logarithm; 0 = no logarithm: it counts itself
     is_summed: bool  # whether the sum of similarities counts, not their mean
     weights: tuple[float, ...]  # of retrieval, click, transitions, neighbours, popularity, seen
 

@@ -34,12 +34,12 @@ from npu_gr.train.paired import NORMAL, Difference, difference
 from npu_gr.train.rank.alone import better_alone, to_serve
 from npu_gr.train.rank.evaluate import RankingFigures, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import fit
+from npu_gr.train.rank.held_out import hold_out
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import ListSizes, count_order, fit_order, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.tasks import CLICK, LIKE, positives
-from npu_gr.train.rank.train import hold_out
 from npu_gr.train.steps import TrainingProgress
 
 K = 10

@@ -32,6 +32,7 @@ class Neighbours:
     similarity: F32  # [I, K] above 0; 0 in the padding
     last_items: int = LAST_ITEMS  # events of a history that are read: the newest
     is_summed: bool = False  # whether the order counts the sum of the similarities, not their mean
+    is_linear: bool = False  # whether it counts the sum itself, not its logarithm
 
     def __post_init__(self) -> None:
         """Check shapes and values.
@@ -48,6 +49,8 @@ class Neighbours:
             raise ValueError(f"neighbours: need ascending item rows below {len(self.items)}, -1 before them")
         if self.last_items < 1:
             raise ValueError(f"last_items: needs at least 1, got {self.last_items}")
+        if self.is_linear and not self.is_summed:
+            raise ValueError("is_linear: of a sum only")
         if not np.isfinite(self.similarity).all() or ((self.similarity > 0) != is_known).any():
             raise ValueError("similarity: needs finite numbers above 0, and 0 in the padding")
 
@@ -71,7 +74,7 @@ class Neighbours:
 
     def _looked_up(self, history: I64, candidates: I64) -> tuple[npt.NDArray[np.float64], int]:
         """Look up the candidates' sums, [c], and count the items that are summed over."""
-        found, sums, num_rows = self._sums(history)
+        found, sums, num_rows = self.found(history)
         of_candidates = np.zeros(len(candidates))
         if len(found):
             place = np.minimum(np.searchsorted(found, candidates), len(found) - 1)
@@ -89,12 +92,16 @@ class Neighbours:
         Returns:
             int64 [<= k] item rows, best first, of equals the lower row; only kept neighbours, so there may be few.
         """
-        found, sums, _ = self._sums(history)
+        found, sums, _ = self.found(history)
         best: I64 = found[np.argsort(-sums, kind="stable")[:k]]
         return best
 
-    def _sums(self, history: I64) -> tuple[I64, npt.NDArray[np.float64], int]:
-        """Sum up the similarities to a history's distinct items: neighbours ascending, their sums, number of items."""
+    def found(self, history: I64) -> tuple[I64, npt.NDArray[np.float64], int]:
+        """Sum up the similarities to a history's distinct items, as of `sums`.
+
+        Returns:
+            int64 [n] their neighbours, ascending; float64 [n] the sums; and how many items the sums are over.
+        """
         recent = history[-self.last_items :]
         rows = np.unique(recent[recent < len(self.items)])
         items, similarity = self.items[rows].ravel(), self.similarity[rows].ravel()

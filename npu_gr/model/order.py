@@ -7,7 +7,7 @@
     m      log of P(i | last events): the transitions of the last five events, the newest with weight 1, each older one
            with .6 of the next newer one's
     n      log(1 + 100 x the mean similarity of the item to those of the history), of its neighbours; where they are
-           summed, log(1 + 10 x the sum of these similarities)
+           summed, log(1 + 10 x the sum of these similarities); where they are linear, this sum itself
     pop    log of the item's share of the events, smoothed
     seen   1 if the item is in the history
 
@@ -28,7 +28,7 @@ among, which decide nothing. As part of a history it leads to what is popular, a
 
 A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order. A file of format 1
 has no neighbours, and one without a weight of the popularity does not count it: its order is that of the other terms.
-One whose scale is 10 has neighbours that are summed.
+One whose scale is 10 has neighbours that are summed, and one whose scale is 0 has linear ones.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ LAST_EVENTS = 5  # of a history that are read, and most events that a counted pa
 PRIOR = 10.0  # transitions that the popularity counts for
 SCALE = 100.0  # of a mean similarity
 SUM_SCALE = 10.0  # of a sum of similarities
+LINEAR = 0.0  # the scale of a sum that is in no logarithm
 MAX_POPULAR = 2000  # items that are found because they are popular, those in the history included
 _LEAST = 1e-12  # probability that rounding leaves to the rest of a row
 _ROWS_AT_ONCE = 1 << 16  # of a large catalogue's table, in double precision
@@ -76,7 +77,7 @@ class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prior: float = PRIOR
     last_events: int = LAST_EVENTS
     last_items: int | msgspec.UnsetType = msgspec.UNSET  # of format 2, and the next
-    scale: float | msgspec.UnsetType = msgspec.UNSET  # which says whether a mean or a sum is scaled
+    scale: float | msgspec.UnsetType = msgspec.UNSET  # which says whether a mean or a sum is scaled, or none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,8 +142,10 @@ class Order:
 
     @property
     def scale(self) -> float:
-        """Factor of the mean similarity, or of the sum, within the logarithm."""
-        return SUM_SCALE if self.neighbours is not None and self.neighbours.is_summed else SCALE
+        """Factor of the mean similarity, or of the sum, within the logarithm; 0 = there is none."""
+        if self.neighbours is None or not self.neighbours.is_summed:
+            return SCALE
+        return LINEAR if self.neighbours.is_linear else SUM_SCALE
 
     @property
     def num_items(self) -> int:
@@ -189,9 +192,10 @@ class Order:
         """
         if self.neighbours is None:
             return np.zeros(len(candidates), np.float32)
-        similarity = self.neighbours.sums if self.neighbours.is_summed else self.neighbours.means
-        alike = np.log1p(self.scale * similarity(history, candidates)).astype(np.float32)
-        return self._neutral(alike, candidates)
+        count = self.neighbours.sums if self.neighbours.is_summed else self.neighbours.means
+        similarity = count(history, candidates)
+        alike = similarity if self.neighbours.is_linear else np.log1p(self.scale * similarity)
+        return self._neutral(alike.astype(np.float32), candidates)
 
     def popular(self, candidates: I64) -> F32:
         """Look up pop, int64 [c] item rows -> float32 [c]; of new items that of a mean one, or of those among them."""
@@ -228,8 +232,33 @@ class Order:
         return best
 
     def nearest(self, history: I64, k: int) -> I64:
-        """Retrieve what has most in common with the history; as `Neighbours.top`, and nothing without neighbours."""
-        return np.empty(0, np.int64) if self.neighbours is None else self.neighbours.top(history, k)
+        """Retrieve what has most in common with the history; nothing without neighbours.
+
+        Linear neighbours are counted together with the popularity, by the order's weights: so what is best by these two
+        terms of all items is found, even if it has nothing in common.
+
+        Args:
+            history: as of `alike`.
+            k: most items.
+
+        Returns:
+            int64 [<= k] item rows, best first, of equals the lower row.
+        """
+        if self.neighbours is None:
+            return np.empty(0, np.int64)
+        if not self.neighbours.is_linear:
+            return self.neighbours.top(history, k)
+        alike, sums, _ = self.neighbours.found(history)
+        popular = self._popular[:k]
+        place = np.searchsorted(alike[:-1], popular)
+        found = np.concatenate([alike, popular[alike[place] != popular] if len(alike) else popular])
+        scores = self.weights["popularity"] * self.popularity[found].astype(np.float64)
+        scores[: len(alike)] += self.weights["neighbours"] * sums
+        if 0 < k < len(found):  # only these are sorted
+            is_best = scores >= np.partition(scores, -k)[-k]
+            found, scores = found[is_best], scores[is_best]
+        best: I64 = found[np.lexsort((found, -scores))[:k]]
+        return best
 
     def scores(self, retrieval: F32, click: F32, transitions: F32, neighbours: F32, popularity: F32, seen: F32) -> F32:
         """Sum the terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
@@ -287,8 +316,13 @@ def load_order(folder: Path) -> Order | None:
         if not has_neighbours:
             return Order(task=notes.task, weights=weights | {"neighbours": 0.0}, **tensors)
         assert notes.last_items is not msgspec.UNSET, "of this version"
-        is_summed = notes.scale == SUM_SCALE
-        neighbours = Neighbours(tensors.pop("neighbours"), tensors.pop("similarity"), notes.last_items, is_summed)
+        neighbours = Neighbours(
+            tensors.pop("neighbours"),
+            tensors.pop("similarity"),
+            notes.last_items,
+            is_summed=notes.scale != SCALE,
+            is_linear=notes.scale == LINEAR,
+        )
         return Order(task=notes.task, weights=weights, neighbours=neighbours, **tensors)
     except (OSError, SafetensorError, msgspec.MsgspecError, ValueError) as error:
         raise CheckpointError(f"order {path}: {error}") from error
@@ -300,5 +334,5 @@ def _of_this_version(notes: _Notes) -> _Notes:
     if notes.format != _WITH_NEIGHBOURS:
         return found
     last_items = LAST_ITEMS if notes.last_items is msgspec.UNSET else notes.last_items
-    scale = SUM_SCALE if notes.scale == SUM_SCALE else SCALE
+    scale = notes.scale if notes.scale in (SUM_SCALE, LINEAR) else SCALE
     return msgspec.structs.replace(found, format=_WITH_NEIGHBOURS, last_items=last_items, scale=scale)

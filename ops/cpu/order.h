@@ -150,7 +150,7 @@ void fetch(const T *row, int64_t count) {
   for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(at + byte);
 }
 
-// log(1 + scale * mean similarity), or of the sum of the similarities, into `alike`
+// log(1 + scale * mean similarity), or of the sum of the similarities, or this sum itself, into `alike`
 void compare(const OrderJob &job, const Places &places, Space &to) {
   const OrderTables &of = *job.tables;
   const int64_t width = of.num_neighbours, num_distinct = separate(job, to);
@@ -172,7 +172,9 @@ void compare(const OrderJob &job, const Places &places, Space &to) {
     const int64_t row = known(of, job.candidates[c]);
     if (row == of.num_items) continue;
     const double sum = to.num_sums ? to.sums[1 + row] : to.next[to.first[c]];
-    if (sum > 0) to.alike[c] = log1p(of.scale * (of.is_summed ? sum : sum / static_cast<double>(num_distinct)));
+    if (sum <= 0) continue;
+    const double similarity = of.is_summed ? sum : sum / static_cast<double>(num_distinct);
+    to.alike[c] = of.scale > 0 ? log1p(of.scale * similarity) : similarity;
   }
 }
 

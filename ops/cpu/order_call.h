@@ -15,7 +15,7 @@ struct OrderTables {
   const float *rest, *shares;  // [I + 1], the last of a new item
   int64_t num_items, num_successors, num_neighbours;
   int64_t is_summed;    // similarities: 1: their sum counts, 0: their mean
-  double decay, scale;  // of an event with each newer one; of a mean similarity, or of a sum
+  double decay, scale;  // of an event with each newer one; of a mean similarity, or of a sum, 0: it counts itself
   float retrieval, click, transitions, alike, popularity, seen;  // weights
 };
 

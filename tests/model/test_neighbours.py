@@ -100,6 +100,7 @@ GOOD = some_neighbours()
         ({"similarity": GOOD.similarity + np.float32(1)}, "similarity: needs .* and 0 in the padding"),
         ({"similarity": np.full((ITEMS, 5), np.nan, np.float32)}, "similarity: needs finite"),
         ({"last_items": 0}, "last_items: needs at least 1, got 0"),
+        ({"is_linear": True}, "is_linear: of a sum only"),
     ],
 )
 def test_what_are_no_neighbours_is_refused(changes: dict[str, Any], words: str) -> None:

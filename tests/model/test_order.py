@@ -151,6 +151,11 @@ def test_what_is_alike_is_what_the_neighbours_say() -> None:
     summed = replace(order, neighbours=replace(order.neighbours, is_summed=True))
     np.testing.assert_allclose(summed.alike(history, np.arange(ITEMS)), np.log(1 + 10 * want), rtol=1e-6)
     assert order.nearest(history, 2).tolist() == summed.nearest(history, 2).tolist() == [3, 5]
+    linear = replace(order, neighbours=replace(order.neighbours, is_summed=True, is_linear=True))
+    np.testing.assert_allclose(linear.alike(history, np.arange(ITEMS)), want, rtol=1e-6)
+    together = linear.weights["neighbours"] * want + linear.weights["popularity"] * linear.popularity
+    for k in (2, ITEMS):
+        assert linear.nearest(history, k).tolist() == np.argsort(-together, kind="stable")[:k].tolist()
     nothing = np.empty(0, np.int64)
     for cold in (nothing, np.array([ITEMS - 1]), np.array([ITEMS + 4])):
         assert order.alike(cold, np.arange(ITEMS)).tolist() == [0] * ITEMS
@@ -173,11 +178,15 @@ def test_the_sum_has_each_term_once() -> None:
     assert [an_order().weights[name] for name in WEIGHTS] == [0.5, 0.25, 0.125, 4.0, 0.75, -2.0]
 
 
-@pytest.mark.parametrize(("last_items", "is_summed"), [(5, False), (100, False), (500, True)])
-def test_round_trip(tmp_path: Path, last_items: int, is_summed: bool) -> None:
+@pytest.mark.parametrize(
+    ("last_items", "is_summed", "is_linear"),
+    [(5, False, False), (100, False, False), (500, True, False), (9, True, True)],
+)
+def test_round_trip(tmp_path: Path, last_items: int, is_summed: bool, is_linear: bool) -> None:
     assert load_order(tmp_path) is None
     order = an_order()
-    order = replace(order, neighbours=replace(some_neighbours(), last_items=last_items, is_summed=is_summed))
+    read = {"last_items": last_items, "is_summed": is_summed, "is_linear": is_linear}
+    order = replace(order, neighbours=replace(some_neighbours(), **read))
     save_order(order, tmp_path)
     again = load_order(tmp_path)
     assert again is not None
@@ -188,8 +197,7 @@ def test_round_trip(tmp_path: Path, last_items: int, is_summed: bool) -> None:
     assert order.neighbours is not None
     assert np.array_equal(again.neighbours.items, order.neighbours.items)
     assert np.array_equal(again.neighbours.similarity, order.neighbours.similarity)
-    assert again.neighbours.last_items == last_items
-    assert again.neighbours.is_summed == is_summed
+    assert {name: getattr(again.neighbours, name) for name in read} == read
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE]
 
 

@@ -13,7 +13,7 @@ from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.cpu.order import NativeOrder
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.neighbours import Neighbours
-from npu_gr.model.order import DECAY, SCALE, WEIGHTS, Order
+from npu_gr.model.order import DECAY, LINEAR, SCALE, WEIGHTS, Order
 from npu_gr.model.order_sum import OrderSum
 from tests.models import tiny_order
 
@@ -43,7 +43,9 @@ def order(seed: int) -> Order:
         successors=successors,
         log_prob=log_prob.astype(np.float32),
         popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
-        neighbours=Neighbours(similar, similarity.astype(np.float32), int(random.integers(1, 12)), bool(seed % 2))
+        neighbours=Neighbours(
+            similar, similarity.astype(np.float32), int(random.integers(1, 12)), seed % 3 > 0, seed % 3 > 1
+        )
         if seed % 5
         else None,
     )
@@ -86,9 +88,9 @@ def test_a_sum_depends_on_no_other_known_candidate(isa: str) -> None:
         assert one(history, rows[part], None, click[part], None).tobytes() == every[part].tobytes()
 
 
-@pytest.mark.parametrize("is_summed", [False, True])
+@pytest.mark.parametrize(("is_summed", "scale"), [(False, SCALE), (True, SCALE), (True, LINEAR)])
 @pytest.mark.parametrize("isa", ISAS)
-def test_the_size_of_the_catalogue_changes_no_sum(isa: str, is_summed: bool) -> None:
+def test_the_size_of_the_catalogue_changes_no_sum(isa: str, is_summed: bool, scale: float) -> None:
     """Few items have a sum each; among many the candidates are looked up. To the last bit it is the same."""
     random = np.random.default_rng(7)
     num_items, num_others, num_liked = 700, 80_000, 500
@@ -110,7 +112,7 @@ def test_the_size_of_the_catalogue_changes_no_sum(isa: str, is_summed: bool) -> 
             np.concatenate([similar, padding]),
             np.concatenate([similarity, of_others]),
             DECAY,
-            SCALE,
+            scale,
             is_summed,
             (1.0,) * len(WEIGHTS),
         )
@@ -125,7 +127,8 @@ def test_the_size_of_the_catalogue_changes_no_sum(isa: str, is_summed: bool) -> 
     alike = (neighbours.sums if is_summed else neighbours.means)(recent, candidates)
     assert np.count_nonzero(alike) > 150
     only = few - kernels[0](every._replace(num_liked=0))
-    np.testing.assert_allclose(only, np.log1p(SCALE * alike), rtol=0, atol=ULPS * 20)
+    want = np.log1p(SCALE * alike) if scale else alike
+    np.testing.assert_allclose(only, want, rtol=0, atol=ULPS * 20 * max(1, want.max() / 20))
 
 
 @pytest.mark.parametrize("backend", [None, ReferenceBackend(), CPUBackend()], ids=["numpy", "reference", "cpu"])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-ABI = 9  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 10  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 

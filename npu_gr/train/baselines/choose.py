@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.train.baselines.base import Baseline
 from npu_gr.train.baselines.counts import DecayedTransitions, Markov, Popularity
@@ -38,6 +39,12 @@ class FittedBaselines(NamedTuple):
     fitted: list[Baseline]
     left_out: tuple[str, ...]  # why others are not among them
 
+    @property
+    def item_knn(self) -> LinearBaseline | None:
+        """ItemKNN; None = it is left out."""
+        linear = (one for one in self.fitted if isinstance(one, LinearBaseline))
+        return next((one for one in linear if isinstance(one.tuned.model, ItemKNN)), None)
+
 
 @dataclass(slots=True, eq=False)
 class LinearBaseline:
@@ -45,6 +52,14 @@ class LinearBaseline:
 
     name: str
     tuned: Tuned[LinearModel]
+    models: Models  # that it was chosen among
+    scale_users: I64  # some of the validation's, whose scores decide the scale
+
+    def refitted(self, log: InteractionLog) -> LinearBaseline:
+        """Fit the same settings to the trained events of another log of the same users and items."""
+        graph = graph_of(log)
+        tuned = self.tuned.refitted(self.models(graph), graph.degrees()[1], self.scale_users)
+        return replace(self, tuned=tuned)
 
     def liking(self, log: InteractionLog) -> F64 | None:
         return None
@@ -75,10 +90,9 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselin
     if too_large is not None:
         del kinds["EASE"]
     earlier, judge = _validation(log, split, seed)
-    degrees = graph.degrees()[1]
     for name, models in kinds.items():
         chosen = tune(models(earlier), earlier.degrees()[1], judge)
-        fitted.append(LinearBaseline(name, chosen.refitted(models(graph), degrees, judge.held_out.users)))
+        fitted.append(LinearBaseline(name, chosen, models, judge.held_out.users).refitted(log))
     return FittedBaselines(fitted, () if too_large is None else (too_large,))
 
 

@@ -53,13 +53,31 @@ class ItemKNN:
         """
         of_users, of_items = (np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees())
         by_item: F32 = of_items[graph.items] ** np.float32(-0.5)
+        of_rows: F32 = of_items ** np.float32(-item_exponent)
         self._num_items = graph.num_items
-        self._rows = graph.to_users(of_items[graph.items] ** np.float32(-item_exponent))
-        self._shared = graph.to_users(of_users[graph.users] ** np.float32(-user_exponent))
+        self._of_rows = torch.from_numpy(of_rows)
+        self._rows = graph.to_users(of_rows[graph.items])
+        told: F32 = of_users[graph.users] ** np.float32(-user_exponent)
+        of_itself = np.bincount(graph.items, told, graph.num_items) * of_rows / np.sqrt(of_items)
+        self.own = torch.from_numpy(of_itself[:num_scored].astype(np.float32))  # what each item adds to itself
+        self._shared = graph.to_users(told)
         self._scored = _first(graph, num_scored, by_item)
 
     def scores(self, users: Tensor) -> Tensor:
         return self._scored.times(self._shared.times(self._rows.dense(users, self._num_items).T.contiguous())).T
+
+    def weights(self, start: int, stop: int) -> Tensor:
+        """Compute what some items, start .. stop - 1, add to each other one: float32 [items, num_scored].
+
+        Scores of what a user lacks are sums of these rows; what an item adds to itself is left out.
+        """
+        rows, places = torch.arange(start, stop), torch.arange(stop - start)
+        alone = torch.zeros(self._num_items, stop - start)
+        alone[rows, places] = self._of_rows[rows]
+        weights = self._scored.times(self._shared.times(alone)).T
+        is_scored = rows < weights.shape[1]
+        weights[places[is_scored], rows[is_scored]] = 0
+        return weights
 
 
 class EASE:

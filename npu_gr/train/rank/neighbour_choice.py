@@ -20,6 +20,8 @@ from npu_gr.train.paired import K
 from npu_gr.train.rank.neighbour_kinds import NeighbourKind
 from npu_gr.train.rank.order import ItemList, fit_order
 
+FOLDS = 10  # of the validation's users: each is ordered by weights that the others were fitted on
+
 
 class FittedKind(NamedTuple):
     """An order with the neighbours of one kind."""
@@ -52,12 +54,12 @@ def choose_kind(
     best = found[0]
     for other in found[1:]:
         of_places, of_likelihood = other[1] - best[1], other[2] - best[2]
-        if _is_above_0(of_places) or (of_places.mean() >= 0 and _is_above_0(of_likelihood)):
+        if is_above_0(of_places) or (of_places.mean() >= 0 and is_above_0(of_likelihood)):
             best = other
     return best[0]
 
 
-def _is_above_0(gaps: F64) -> bool:
+def is_above_0(gaps: F64) -> bool:
     """Whether a mean is above 0 by more than a standard error; not of nothing."""
     return len(gaps) > 0 and float(gaps.mean()) > float(gaps.std()) / len(gaps) ** 0.5
 
@@ -77,4 +79,16 @@ def list_likelihood(order: Order, log: InteractionLog, lists: Sequence[ItemList]
 def ndcg_of_lists(order: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> F64:
     """Compute NDCG@10 of each next item by the order of its list, [targets]; what a list lacks stands behind it."""
     rows = (found.over_all(found.scores(order), log.num_items) for found in lists)
+    return ndcg_of_each(rank_next_items(log, targets, rows).judged, K)
+
+
+def ndcg_cross_fitted(order: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> F64:
+    """Compute NDCG@10 of each next item, [targets], by weights that were fitted on other users: as of new ones."""
+    fold_of = np.arange(len(targets)) % FOLDS
+    orders = []
+    for fold in range(FOLDS):
+        others = np.flatnonzero(fold_of != fold).tolist()
+        orders.append(fit_order(order, log, [lists[row] for row in others], [targets[row] for row in others]))
+    scores = (found.scores(orders[fold]) for found, fold in zip(lists, fold_of.tolist(), strict=True))
+    rows = (found.over_all(own, log.num_items) for found, own in zip(lists, scores, strict=True))
     return ndcg_of_each(rank_next_items(log, targets, rows).judged, K)

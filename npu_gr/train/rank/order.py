@@ -10,7 +10,7 @@ which hardly differs between items after an epoch, may be 20 where another's is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -133,6 +133,12 @@ def retrieved_lists(
     log = inputs.log
     backend = CPUBackend()
     task = model.config.tasks.index(counted.task)
+    is_linear = counted.neighbours is not None and counted.neighbours.is_linear
+
+    def most_alike(history: I64) -> int:
+        """How many neighbours: of linear ones, which may be all of the order, as many unseen ones as are asked for."""
+        return sizes.neighbours + (len(np.unique(history)) if is_linear else 0)
+
     table = model.item_vectors()
     vectors = user_vectors(inputs, model, targets)
     for count, ((user, event), u) in enumerate(zip(targets, vectors, strict=True), 1):
@@ -141,7 +147,10 @@ def retrieved_lists(
         seen = torch.zeros(log.num_items)
         seen[torch.from_numpy(history)] = 1
         followers = torch.from_numpy(counted.top(history, sizes.followers))
-        neighbours = [counted.nearest(history, sizes.neighbours), *(o.top(history, sizes.neighbours) for o in others)]
+        neighbours = [
+            counted.nearest(history, most_alike(history)),
+            *(o.top(history, sizes.neighbours) for o in others),
+        ]
         found = [*_best(retrieval, seen, sizes.retrieved), followers, *map(torch.from_numpy, neighbours)]
         items = torch.unique(torch.cat(found))
         yield ItemList(
@@ -164,7 +173,14 @@ def _best(retrieval: Tensor, seen: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return of_all, unseen.topk(min(count, num_unseen)).indices
 
 
-def fit_order(counted: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> Order:
+def fit_order(
+    counted: Order,
+    log: InteractionLog,
+    lists: Sequence[ItemList],
+    targets: Sequence[NextItem],
+    start: Mapping[str, float] = RETRIEVAL_ALONE,
+    free: Sequence[str] = WEIGHTS,
+) -> Order:
     """Fit the weights by the likelihood of the next items within their lists.
 
     Args:
@@ -172,12 +188,14 @@ def fit_order(counted: Order, log: InteractionLog, lists: Sequence[ItemList], ta
         log: holds the events.
         lists: of the targets.
         targets: next items that nothing was trained on; those that their lists lack say nothing.
+        start: weights that the ridge keeps the others near.
+        free: names of the weights that are fitted; others stay.
     """
-    own = log.items[[event for _, event in targets]]
+    own = log.items[np.array([event for _, event in targets], np.int64)]
     rows = [(found, np.flatnonzero(found.items == item)) for found, item in zip(lists, own, strict=True)]
     rows = [(found, place) for found, place in rows if len(place)]
     if not rows:
-        return counted
+        return replace(counted, weights=dict(start))
     longest = max(len(found.items) for found, _ in rows)
     terms = torch.zeros(len(rows), longest, len(WEIGHTS), dtype=torch.float64)
     is_padding = torch.ones(len(rows), longest, dtype=torch.bool)
@@ -186,16 +204,17 @@ def fit_order(counted: Order, log: InteractionLog, lists: Sequence[ItemList], ta
         terms[index, : len(together)] = torch.from_numpy(together)
         is_padding[index, : len(together)] = False
     chosen = torch.tensor([int(place[0]) for _, place in rows])[:, None]
-    start = torch.tensor(list(RETRIEVAL_ALONE.values()), dtype=torch.float64)
+    before = torch.tensor([start[name] for name in WEIGHTS], dtype=torch.float64)
+    is_free = torch.tensor([name in free for name in WEIGHTS])
     ridge = RIDGE * _variances(terms, is_padding)
-    weights = start.clone().requires_grad_()
+    weights = before.clone().requires_grad_()
     optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
 
     def surprise() -> Tensor:
         optimizer.zero_grad()
-        scores = (terms @ weights).masked_fill(is_padding, -torch.inf)
+        scores = (terms @ torch.where(is_free, weights, before)).masked_fill(is_padding, -torch.inf)
         each = torch.logsumexp(scores, dim=1) - scores.gather(1, chosen)[:, 0]
-        loss = each.sum() + (ridge * (weights - start).square()).sum() / 2
+        loss = each.sum() + (ridge * (weights - before).square()).sum() / 2
         loss.backward()
         return loss
 

@@ -2,8 +2,7 @@
 
     validation   the last trained event of each user, of a large log of some users. Nothing is trained on it: it ends
                  the training at the epoch that makes it most likely, chooses the kind of the neighbours, and fits the
-                 weights of the order; a source that orders it better alone than these do is served in their place, see
-                 `alone.py`
+                 weights of the order, or serves another one: see `order_choice.py`
     evaluation   the events that `split` keeps, beside the baselines; transitions and neighbours are counted anew of all
                  other events, the validation's among them, as the baselines count them
     refit        the model that is served is trained anew on all events, with the same settings, as many epochs and the
@@ -15,7 +14,7 @@ Deterministic: the same log, options and number of threads give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,32 +24,23 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint
-from npu_gr.train.baselines import MatrixFactorisation, Means, fit_baselines
-from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.baselines import FittedBaselines, MatrixFactorisation, Means, fit_baselines
+from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
-from npu_gr.train.paired import Difference
-from npu_gr.train.rank.alone import better_alone, to_serve
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, fit
+from npu_gr.train.rank.held_out import HeldOutEvents, hold_out
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbour_choice import choose_kind
-from npu_gr.train.rank.neighbour_kinds import USUAL, NeighbourKind, count_kinds
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes, count_order, count_transitions, retrieved_lists
+from npu_gr.train.rank.order import ListSizes
+from npu_gr.train.rank.order_choice import ChosenOrder, choose_order
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.search import SearchedOptions, search
 from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, liking_values, make_labels
 from npu_gr.train.rank.validation import event_likelihood
 from npu_gr.train.steps import TrainingProgress
-
-
-class HeldOutEvents(NamedTuple):
-    """A log whose validation is not trained on."""
-
-    log: InteractionLog
-    targets: Sequence[NextItem]  # the validation's next items
 
 
 class RankerCodes(NamedTuple):
@@ -114,13 +104,11 @@ def train_rank(
 
     searched = search(options, train, judge, has_likes=any(not task.is_next_item for task in chosen.tasks))
     fitted = searched.fitted
-    kind, order, better = (USUAL, None, {}) if click is None else _fit_order(fitted, click, held_out, options)
-    counted = None
-    if click is not None:  # as the baselines, which choose on the validation and then count it
-        counted = count_order(log, click, kind)
-        order = None if order is None else replace(counted, weights=order.weights)
+    simple = fit_baselines(log, options.split, options.seed)
+    order = None if click is None else choose_order(fitted.model, click, held_out, _sizes(options), simple.item_knn)
+    counted = None if order is None else order.counted(log)  # as the baselines, which choose, and then count it too
     num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
-    evaluation = _evaluate(searched, order, better, counted, kind, log, held_out, chosen, num_served, options, progress)
+    evaluation = _evaluate(searched, order, counted, simple, log, held_out, chosen, num_served, options, progress)
     checkpoint = Checkpoint(
         model=fitted.model,
         item_ids=log.item_ids,
@@ -128,7 +116,7 @@ def train_rank(
         action_values=log.action_values,
         action_names=log.action_names,
         metrics={name: value for name, value in evaluation.as_dict().items() if "/" not in name},
-        order=order,
+        order=counted if held_out.targets else None,
     )
     evaluated(checkpoint)
     if options.refit:
@@ -145,48 +133,9 @@ def train_rank(
             codes=None if codes is None else codes.served,
             features=choose_features(everything, item_features, chosen.tasks, searched.options),
         )
-        if order is not None:
-            order = replace(count_order(everything, order.task, kind), weights=order.weights)
-        checkpoint = replace(checkpoint, model=again.model, order=order)
+        served = order.counted(everything) if order is not None and held_out.targets else None
+        checkpoint = replace(checkpoint, model=again.model, order=served)
     return checkpoint, evaluation
-
-
-def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOutEvents:
-    """Keep the last trained event of each user who has another one, of a large log of some users, for the validation.
-
-    Args:
-        log: to train on.
-        options: the most users, and the seed that draws them.
-    """
-    last = log.starts[:-1] + log.num_trained - 1
-    users = np.flatnonzero(log.num_trained > 1)
-    every = [NextItem(user, event) for user, event in zip(users.tolist(), last[users].tolist(), strict=True)]
-    targets = sample_targets(every, options.validation_users, options.seed)
-    num_trained = log.num_trained.copy()
-    num_trained[[user for user, _ in targets]] -= 1
-    return HeldOutEvents(replace(log, num_trained=num_trained), targets)
-
-
-def _fit_order(
-    fitted: Fitted, task: str, held_out: HeldOutEvents, options: TrainOptions
-) -> tuple[NeighbourKind, Order | None, dict[str, Difference]]:
-    """Fit the order on the validation, and compare each source alone with it.
-
-    Returns:
-        The kind of its neighbours; the order that is served, None = there is no validation; and the sources that are
-        above the fitted one.
-    """
-    if not held_out.targets:
-        return USUAL, None, {}
-    log, targets = held_out
-    transitions = count_transitions(log, task)
-    kinds = count_kinds(log)
-    inputs = LogInputs(log, fitted.model)
-    lists = list(retrieved_lists(inputs, fitted.model, transitions, targets, _sizes(options), others=[*kinds.values()]))
-    counted = {kind: replace(transitions, neighbours=neighbours) for kind, neighbours in kinds.items()}
-    kind, order, own = choose_kind(counted, log, lists, targets)
-    better = better_alone(order, log, own, targets)
-    return kind, to_serve(order, better), better
 
 
 def _sizes(options: TrainOptions) -> ListSizes:
@@ -195,10 +144,9 @@ def _sizes(options: TrainOptions) -> ListSizes:
 
 def _evaluate(
     searched: SearchedOptions,
-    order: Order | None,
-    better: Mapping[str, Difference],
+    order: ChosenOrder | None,
     counted: Order | None,
-    kind: NeighbourKind,
+    simple: FittedBaselines,
     log: InteractionLog,
     held_out: HeldOutEvents,
     chosen: ChosenTasks,
@@ -212,7 +160,6 @@ def _evaluate(
     valued = log
     if first is not None:  # an event type's index is no value; being a positive is
         valued = replace(log, action_values=liking_values(log, chosen.tasks[first]), action_names=())
-    simple = fit_baselines(log, options.split, options.seed)
     baselines = [*simple.fitted, Means(valued), MatrixFactorisation(valued, options.seed)]
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
     ranker, parts = evaluate_ranker(
@@ -220,7 +167,7 @@ def _evaluate(
         searched.fitted.model,
         likes,
         targets,
-        order=order,
+        order=counted if held_out.targets else None,
         counted=counted,
         like_task=first,
         sizes=_sizes(options),
@@ -234,8 +181,8 @@ def _evaluate(
         num_next=len(targets),
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
-        fitting=_in_words(searched, order, kind, len(held_out.targets)),
-        better_alone=better,
+        fitting=_in_words(searched, order, len(held_out.targets)),
+        better_alone={} if order is None else order.better,
         left_out=simple.left_out,
         ranker=ranker,
         parts=parts,
@@ -245,15 +192,14 @@ def _evaluate(
     )
 
 
-def _in_words(searched: SearchedOptions, order: Order | None, kind: NeighbourKind, num_users: int) -> str:
-    if order is None:
+def _in_words(searched: SearchedOptions, order: ChosenOrder | None, num_users: int) -> str:
+    if order is None or not num_users:
         return f"trained for all of {searched.options.epochs} epochs: there is no validation"
-    weights = ", ".join(f"{name} {weight:.2f}" for name, weight in order.weights.items())
     epochs = f"epoch {searched.fitted.num_epochs} of {searched.options.epochs} is the best"
     changed = ", ".join(f"{name}={_plain(value)}" for name, value in searched.changes.items()) or "what was asked for"
     tried = f"; of {searched.num_trials} settings tried: {changed}" if searched.options.budget_s else ""
     on = f"on the last trained event of {num_users:,} users"
-    return f"{on}: {epochs}{tried}; order: {weights}; neighbours: {kind.name}"
+    return f"{on}: {epochs}{tried}; {order.text()}"
 
 
 def _plain(value: float | tuple[str, ...]) -> str:

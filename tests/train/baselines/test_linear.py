@@ -31,8 +31,13 @@ def test_item_knn_is_its_formula(a: float, b: float) -> None:
     x = dense(graph)
     of_users, of_items = x.sum(1).clip(1), x.sum(0).clip(1)
     want = (x * of_items**-b) @ (x.T @ (x / of_users[:, None] ** a)) * of_items**-0.5
-    found = ItemKNN(graph, 15, a, b).scores(torch.arange(12))
-    np.testing.assert_allclose(found, want[:, :15], atol=1e-4)
+    model = ItemKNN(graph, 15, a, b)
+    np.testing.assert_allclose(model.scores(torch.arange(12)), want[:, :15], atol=1e-4)
+    table = of_items[:, None] ** -b * (x.T @ (x / of_users[:, None] ** a)) * of_items**-0.5
+    np.testing.assert_allclose(model.own, table.diagonal()[:15], atol=1e-5)
+    np.fill_diagonal(table, 0)
+    for start, stop in ((0, 7), (7, 15), (12, 20)):
+        np.testing.assert_allclose(model.weights(start, stop), table[start:stop, :15], atol=1e-5)
 
 
 @pytest.mark.parametrize(("num_users", "num_items"), [(12, 20), (20, 12)])  # by users' kernel, by items' matrix

@@ -16,7 +16,7 @@ from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank import neighbour_choice
 from npu_gr.train.rank import neighbour_kinds as module
-from npu_gr.train.rank.neighbour_choice import choose_kind, list_likelihood, ndcg_of_lists
+from npu_gr.train.rank.neighbour_choice import choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
 from npu_gr.train.rank.neighbour_kinds import (
     KINDS,
     MANY_ITEMS,
@@ -26,7 +26,7 @@ from npu_gr.train.rank.neighbour_kinds import (
     ease_neighbours,
 )
 from npu_gr.train.rank.neighbours import count_neighbours
-from npu_gr.train.rank.order import ItemList, count_transitions
+from npu_gr.train.rank.order import ItemList, count_transitions, fit_order
 from tests.train.synthetic import NUM_ITEMS, planted
 
 EVERY = np.arange(NUM_ITEMS)
@@ -124,6 +124,21 @@ def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
         ItemList(*(column[kept.items != item] for column in kept)) for kept, item in zip(lists, own, strict=True)
     ]
     assert len(list_likelihood(found.order, log, without, targets)) == 0
+
+
+def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half of the users is told its next item by another term: what one has learnt helps the other nothing."""
+    monkeypatch.setattr(neighbour_choice, "FOLDS", 2)
+    log = build_log(planted(num_users=60, num_events=30), [], "leave-one-out")
+    targets = log.next_items()
+    lists = []
+    for row, (found, (_, event)) in enumerate(zip(lists_of(log, targets), targets, strict=True)):
+        is_next = (log.items[event] == EVERY).astype(np.float32)
+        lists.append(found._replace(click=is_next) if row % 2 else found._replace(popularity=is_next))
+    order = count_transitions(log, "click")
+    assert (ndcg_of_lists(fit_order(order, log, lists, targets), log, lists, targets) == 1).all()
+    assert not (ndcg_cross_fitted(order, log, lists, targets) == 1).any()
+    assert len(ndcg_cross_fitted(order, log, lists[:1], targets[:1])) == 1  # nobody else is there
 
 
 @pytest.mark.parametrize(

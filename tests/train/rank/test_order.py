@@ -104,6 +104,15 @@ def test_the_weights_that_decided_are_found(log: InteractionLog) -> None:
     assert [found.weights[name] for name in WEIGHTS] == pytest.approx(weights, abs=0.1)
 
 
+def test_a_weight_that_is_not_free_stays(log: InteractionLog) -> None:
+    start = dict(zip(WEIGHTS, [0.6, 0.2, 0.3, 0.4, 0.5, 0.0], strict=True))
+    lists, targets = chosen_lists([*(start | {"seen": -1.5}).values()], 2000, log)
+    found = fit_order(count_transitions(log, "click"), log, lists, targets, start=start, free=("seen",))
+    assert found.weights == pytest.approx(start | {"seen": -1.5}, abs=0.1)
+    assert found.weights | {"seen": 0.0} == start
+    assert fit_order(found, log, [], [], start=start, free=("seen",)).weights == start
+
+
 def test_the_scale_of_a_term_changes_its_weight_alone(log: InteractionLog) -> None:
     """So few lists that the ridge decides much, and some of them shorter than others."""
     lists, targets = chosen_lists([1.0, 0.4, 0.3, 0.4, 0.5, -1.5], 6, log)
@@ -156,6 +165,29 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(log: In
         sums += 6 * found.popularity
         np.testing.assert_allclose(found.scores(want), sums, rtol=1e-5)
     assert others
+
+
+def test_lists_hold_the_best_unseen_items_by_linear_neighbours(log: InteractionLog) -> None:
+    """They may be all that an order counts: what it shows to a user who has seen much has to be there."""
+    torch.manual_seed(0)
+    model = new_model(log, [], (CLICK,), TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)).eval()
+    model.freeze_items()
+    counted = count_order(log, "click")
+    assert counted.neighbours is not None
+    linear = replace(counted.neighbours, is_summed=True, is_linear=True)
+    weights = dict.fromkeys(WEIGHTS, 0.0) | {"neighbours": 1.0, "popularity": 0.1}
+    order = replace(counted, weights=weights, neighbours=linear)
+    targets = log.next_items()
+    lists = retrieved_lists(LogInputs(log, model), model, order, targets, ListSizes(1, 1, 4))
+    found_more = 0
+    for (user, event), found in zip(targets, lists, strict=True):
+        history = log.items[log.starts[user] : event]
+        unseen = np.setdiff1d(np.arange(NUM_ITEMS), history)
+        scores = order.alike(history, unseen) + np.float32(0.1) * order.popular(unseen)
+        best = unseen[np.argsort(-scores, kind="stable")[:4]]
+        assert set(best.tolist()) <= set(found.items.tolist())
+        found_more += not set(best.tolist()) <= set(order.nearest(history, 4).tolist())
+    assert found_more
 
 
 def answer(

@@ -22,7 +22,7 @@ from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.paired import Difference
-from npu_gr.train.rank import train as module
+from npu_gr.train.rank import order_choice as module
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.neighbour_kinds import KINDS
