@@ -185,8 +185,8 @@ def test_the_sum_has_each_term_once() -> None:
 def test_round_trip(tmp_path: Path, last_items: int, is_summed: bool, is_linear: bool) -> None:
     assert load_order(tmp_path) is None
     order = an_order()
-    read = {"last_items": last_items, "is_summed": is_summed, "is_linear": is_linear}
-    order = replace(order, neighbours=replace(some_neighbours(), **read))
+    read = replace(some_neighbours(), last_items=last_items, is_summed=is_summed, is_linear=is_linear)
+    order = replace(order, neighbours=read)
     save_order(order, tmp_path)
     again = load_order(tmp_path)
     assert again is not None

@@ -109,7 +109,7 @@ def test_a_weight_that_is_not_free_stays(log: InteractionLog) -> None:
     lists, targets = chosen_lists([*(start | {"seen": -1.5}).values()], 2000, log)
     found = fit_order(count_transitions(log, "click"), log, lists, targets, start=start, free=("seen",))
     assert found.weights == pytest.approx(start | {"seen": -1.5}, abs=0.1)
-    assert found.weights | {"seen": 0.0} == start
+    assert {**found.weights, "seen": 0.0} == start
     assert fit_order(found, log, [], [], start=start, free=("seen",)).weights == start
 
 
