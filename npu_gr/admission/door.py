@@ -10,12 +10,11 @@
     window     of each kind: `share` of its objective over its pace, so that whoever is inside delays nobody for long
     pace       seconds a request, learnt from departures (`pace.py`)
     turns      classes one after the other by `Kind.priority`, tenants in turn within a class (`turns.py`); whoever
-               holds more than its share of the places inside, or of the last slots, goes behind the other tenants
-    full       while several tenants ask, one that fills `PASSES` of the device by itself gets no more places: each of
-               them would stand between the others and the device, and makes the device hardly faster
+               holds more than its share of the places inside, or of the last slots, goes behind the other tenants,
+               and whoever is full gets no more places (`tenants.py`)
     in time    now + the work ahead + its own <= arrival + an aim x what it has: its objective, or the caller's budget
                if that is smaller. Whoever joins the queue is looked at again when its turn comes, and every TICK_S
-    earned     where tenants share the instance, a tenant may signal about as often as it ranks (`earned.py`)
+    earned     where tenants share the instance, a tenant may signal about as often as it ranks (`tenants.py`)
 
 A request that finds the window open comes in without being asked whether it will be in time: an instance that is
 nearly idle refuses nobody, whatever its estimates say. A request of an important class does not see the window of the
@@ -41,12 +40,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast
 
 from npu_gr.admission.config import AdmissionConfig
-from npu_gr.admission.earned import EarnedSignals
 from npu_gr.admission.pace import Pace
+from npu_gr.admission.tenants import Holder, Tenants
 from npu_gr.admission.turns import Turns
 from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.kinds import KINDS, Kind, Priority
-from npu_gr.core.shares import WANTS_S, name_of
 
 LEAST = 4  # requests that may be inside whatever the window is: it fills a pass, and lets a wrong objective serve
 MOST = 64  # requests of a kind inside: more do not make the device faster, but the event loop's turns longer
@@ -63,8 +61,7 @@ WHY = {
 }
 _NUM_CLASSES = len(Priority)
 _NONE: Set[str] = frozenset()
-MIXED_S = 1.0  # tenants ask at the same time while the newest two requests of different ones are no older
-PASSES = 1.5  # of the device, that a tenant may fill then: with 1 it lost a sixth of its rate, with 2 the others wait
+_NEVER = -math.inf  # an instant
 TICK_S = 0.004  # between two looks for requests whose turn will come too late
 
 
@@ -100,13 +97,13 @@ class Ticket:
 class Slot:
     """The right to be served. Whoever got it calls `leave` when the answer is written, or when there is none."""
 
-    __slots__ = ("_door", "_lane", "_tenant", "arrived_at", "on_step")
+    __slots__ = ("_door", "_holder", "_lane", "arrived_at", "on_step")
 
-    def __init__(self, door: Door, lane: _Lane, tenant: _Tenant, arrived_at: float) -> None:
+    def __init__(self, door: Door, lane: _Lane, holder: Holder, arrived_at: float) -> None:
         self.on_step: Callable[[bool], None] | None = None  # told of each step: True = outside
         self._door: Door | None = door
         self._lane = lane
-        self._tenant = tenant
+        self._holder = holder
         self.arrived_at = arrived_at  # of the request, on the clock of the door
 
     def __enter__(self) -> Slot:
@@ -118,45 +115,34 @@ class Slot:
     def leave(self) -> None:
         """Give the slot back. Calls after the first one do nothing."""
         if self._door is not None:
-            self._door._left(self._lane, self._tenant)
+            self._door._left(self._lane, self._holder)
             self._door = None
 
     def outside(self) -> AbstractContextManager[None]:
         """Hold no place while the block waits for something else than this instance; come back without a queue."""
-        return nullcontext() if self._door is None else _Outside(self._door, self._lane, self._tenant, self.on_step)
+        return nullcontext() if self._door is None else _Outside(self._door, self._lane, self._holder, self.on_step)
 
 
 class _Outside(AbstractContextManager[None]):
     """A block in which a request holds no place."""
 
-    __slots__ = ("_door", "_lane", "_on_step", "_tenant")
+    __slots__ = ("_door", "_holder", "_lane", "_on_step")
 
-    def __init__(self, door: Door, lane: _Lane, tenant: _Tenant, on_step: Callable[[bool], None] | None) -> None:
+    def __init__(self, door: Door, lane: _Lane, holder: Holder, on_step: Callable[[bool], None] | None) -> None:
         self._door = door
         self._lane = lane
-        self._tenant = tenant
+        self._holder = holder
         self._on_step = on_step
 
     def __enter__(self) -> None:
-        self._door._stepped_out(self._lane, self._tenant)
+        self._door._stepped_out(self._lane, self._holder)
         if self._on_step is not None:
             self._on_step(True)
 
     def __exit__(self, *_: object) -> None:
-        self._door._stepped_in(self._lane, self._tenant)
+        self._door._stepped_in(self._lane, self._holder)
         if self._on_step is not None:
             self._on_step(False)
-
-
-class _Tenant:
-    """What one tenant holds."""
-
-    __slots__ = ("admitted", "inside", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.admitted = 0
-        self.inside = 0
 
 
 class _Lane:
@@ -208,12 +194,9 @@ class Door:
             for priority in Priority
         ]
         self._queues = [turns for turns, _ in self._classes]
-        self._departed_at = float("-inf")  # the last departure that left something to do
+        self._departed_at = _NEVER  # the last departure that left something to do
         self._admitted = 0
-        self._tenants: dict[str, _Tenant] = {}  # that hold a slot
-        self._tenant_before: str | None = None  # of the last arrival
-        self._mixed_at = float("-inf")  # when the tenant of an arrival was another than that of the one before
-        self._earned = EarnedSignals(clock)
+        self._tenants = Tenants(config, self._least, clock)
         self._waiting = 0
         self._inside = 0
         self._inside_known_s: list[float | None] = []  # by priority; see `_inside_s`
@@ -227,7 +210,7 @@ class Door:
 
     def reconfigure(self, config: AdmissionConfig, objective_s: Callable[[str], float]) -> None:
         """Apply other settings from now on; what was learnt stays."""
-        self._config = config
+        self._config = self._tenants.config = config
         for lane in self._lanes.values():
             lane.objective_s = objective_s(lane.kind.name)
         for turns, _ in self._classes:
@@ -248,8 +231,7 @@ class Door:
 
     def earned_elsewhere(self, tenant: str, num: int) -> None:
         """Note that so many requests of a tenant to the device came in at another door."""
-        self._saw(tenant)
-        self._earned.earn(tenant, num)
+        self._tenants.earned_elsewhere(tenant, num)
 
     def wanted(self) -> dict[str, int]:
         """Count the requests of each kind that wait or are inside; zeros are left out."""
@@ -257,7 +239,7 @@ class Door:
 
     def wanting(self) -> dict[str, int]:
         """Count the requests of each tenant that wait or are inside; zeros are left out."""
-        counts = Counter({name: tenant.inside for name, tenant in self._tenants.items() if tenant.inside})
+        counts = Counter(self._tenants.inside())
         for turns, _ in self._classes:
             counts.update(turns.counts())
         return dict(counts)
@@ -309,14 +291,14 @@ class Door:
         Returns:
             what `cancel` takes; None = it was refused.
         """
-        self._saw(tenant)
+        self._tenants.saw(tenant)
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]
         has_s = min(lane.objective_s, budget_s)
-        if lane.priority == Priority.SIGNAL and self._is_shared() and not self._earned.take(tenant, lane.pace.seconds):
+        if lane.priority == Priority.SIGNAL and not self._tenants.may_signal(tenant, lane.pace.seconds):
             guest.refuse(Refusal.SHARE)
             return None
-        has_place = self._has_room(lane, lanes) and not self._is_full(tenant)
+        has_place = self._has_room(lane, lanes) and not self._tenants.is_full(tenant)
         if not self._config.enabled or (has_place and self._nobody_before(lane)):
             ticket = Ticket(kind, tenant, arrived_at, has_s, guest)
             self._let_in(ticket, lane)
@@ -354,7 +336,7 @@ class Door:
         rest_s = self._aim(now_at) * has_s - self._ahead_s(lane, turns, tenant, now_at + has_s)
         if rest_s >= lane.pace.seconds:
             return int(rest_s / lane.pace.seconds)
-        return int(self._has_room(lane, lanes) and not self._is_full(tenant) and self._nobody_before(lane))
+        return int(self._has_room(lane, lanes) and not self._tenants.is_full(tenant) and self._nobody_before(lane))
 
     def _aim(self, now_at: float) -> float:
         """The share of its time within which a request must be done that joins the queue now."""
@@ -402,24 +384,18 @@ class Door:
 
     def _let_in(self, ticket: Ticket, lane: _Lane) -> None:
         ticket.is_gone = True
-        name = name_of(ticket.tenant, self._config.tenant_weights, self._tenants)
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name)
-        tenant.admitted += 1
-        self._admitted += 1
-        if lane.kind.uses_device:
+        to_device = lane.kind.uses_device
+        if to_device:
             self.on_device(ticket.tenant)
-            if self._is_shared():
-                self._earned.earn(ticket.tenant)
-        self._add(lane, tenant)
-        ticket.guest.let_in(Slot(self, lane, tenant, ticket.arrived_at))
+        holder = self._tenants.let_in(ticket.tenant, to_device)
+        self._admitted += 1
+        self._add(lane)
+        ticket.guest.let_in(Slot(self, lane, holder, ticket.arrived_at))
 
-    def _add(self, lane: _Lane, tenant: _Tenant) -> None:
+    def _add(self, lane: _Lane) -> None:
         if not self._inside:
-            self._departed_at = float("-inf")  # what comes after a pause in work tells nothing of the pace
+            self._departed_at = _NEVER  # what comes after a pause in work tells nothing of the pace
         self._inside += 1
-        tenant.inside += 1
         lane.inside += 1
         self._changed()
 
@@ -431,7 +407,7 @@ class Door:
         """Whether one more of a kind may come in beside those that matter as much, or more."""
         if self._admitted >= self._config.max_inflight:
             return False
-        if lane.inside >= lane.most and self._is_shared():
+        if lane.inside >= lane.most and self._tenants.are_sharing():
             return False
         num_inside = 0
         used = 1 / self._window(lane)
@@ -440,32 +416,6 @@ class Door:
                 num_inside += other.inside
                 used += other.inside / self._window(other)
         return num_inside < self._least or used <= 1.0 + 1e-9
-
-    def _saw(self, tenant: str) -> None:
-        """Note that a tenant asks."""
-        if tenant != self._tenant_before:
-            if self._tenant_before is not None:
-                self._mixed_at = self._clock()
-            self._tenant_before = tenant
-
-    def _is_shared(self) -> bool:
-        """Whether several tenants have asked of late."""
-        return self._config.enabled and self._clock() - self._mixed_at < WANTS_S
-
-    def _is_full(self, tenant: str) -> bool:
-        """Whether a tenant has all the places that it may have while others ask, too."""
-        if not self._inside or not self._is_mixed():
-            return False
-        held = self._tenants.get(name_of(tenant, self._config.tenant_weights, self._tenants))
-        return held is not None and held.inside >= self._most_of(held.name)
-
-    def _is_mixed(self) -> bool:
-        """Whether several tenants ask at the same time."""
-        return self._clock() - self._mixed_at < MIXED_S
-
-    def _most_of(self, name: str) -> float:
-        """Places of a tenant while others ask, too."""
-        return max(1.0, PASSES * self._least * self._config.tenant_weights.get(name, 1.0))
 
     def _nobody_before(self, lane: _Lane) -> bool:
         return not self._waiting or not any(map(len, self._queues[: lane.priority + 1]))
@@ -494,26 +444,23 @@ class Door:
 
     # ---- leaving
 
-    def _left(self, lane: _Lane, tenant: _Tenant) -> None:
+    def _left(self, lane: _Lane, holder: Holder) -> None:
         now_at = self._clock()
-        if self._departed_at > float("-inf"):
+        if self._departed_at > _NEVER:
             lane.pace.observe(now_at - self._departed_at)
         lane.inside -= 1
         self._inside -= 1
         self._admitted -= 1
-        tenant.inside -= 1
-        tenant.admitted -= 1
-        if not tenant.admitted:
-            del self._tenants[tenant.name]
+        self._tenants.left(holder)
         self._changed()
-        self._departed_at = now_at if self._inside else float("-inf")
+        self._departed_at = now_at if self._inside else _NEVER
         self._last = lane
         self._serve_next()
 
-    def _stepped_out(self, lane: _Lane, tenant: _Tenant) -> None:
+    def _stepped_out(self, lane: _Lane, holder: Holder) -> None:
         lane.inside -= 1
         self._inside -= 1
-        tenant.inside -= 1
+        holder.inside -= 1
         lane.outside += 1
         self._changed()
         if self.waiting and not self._will_serve:
@@ -525,9 +472,10 @@ class Door:
         self._will_serve = False
         self._serve_next()
 
-    def _stepped_in(self, lane: _Lane, tenant: _Tenant) -> None:
+    def _stepped_in(self, lane: _Lane, holder: Holder) -> None:
         lane.outside -= 1
-        self._add(lane, tenant)
+        holder.inside += 1
+        self._add(lane)
 
     # ---- waiting
 
@@ -555,31 +503,18 @@ class Door:
     def _first(self) -> tuple[Ticket, Turns, list[_Lane]] | None:
         if not self._waiting:
             return None
-        full = _NONE
-        if self._is_mixed():
-            full = {name for name, one in self._tenants.items() if one.inside >= self._most_of(name)}
+        full = self._tenants.full()
         for turns, lanes in self._classes:
-            over = self._over_their_share(turns) if len(turns.queues) > 1 else _NONE
+            over = _NONE
+            if len(turns.queues) > 1:
+                of_slots = self._admitted + 1 >= self._config.max_inflight  # the last one is about to go
+                num = self._admitted if of_slots else self._inside
+                over = self._tenants.over_their_share(turns.queues, num, of_slots)
             if (ticket := turns.head(over, full)) is not None:
                 return cast("Ticket", ticket), turns, lanes
             if len(turns):
                 return None  # a class behind it must not take what they may not have
         return None
-
-    def _over_their_share(self, turns: Turns) -> Set[str]:
-        """List the tenants that hold more than their share, by weight among those that hold something or wait.
-
-        Of the places inside; or of the slots, where the last one is about to go.
-        """
-        names = self._tenants.keys() | turns.queues
-        total = sum(turns.weights.get(name, 1.0) for name in names)
-        is_last = self._admitted + 1 >= self._config.max_inflight
-        over = set()
-        for name, tenant in self._tenants.items():
-            held, all_held = (tenant.admitted, self._admitted) if is_last else (tenant.inside, self._inside)
-            if held * total > turns.weights.get(name, 1.0) * all_held:
-                over.add(name)
-        return over
 
     def _is_idle(self) -> bool:
         return self._inside < self._least

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.admission.config import AdmissionConfig
-from npu_gr.admission.door import LEAST, MIXED_S, MOST, PASSES, Door, Slot
+from npu_gr.admission.door import LEAST, MOST, Door, Slot
+from npu_gr.admission.tenants import MIXED_S, PASSES
 from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, RANK, SIGNAL
 from npu_gr.core.shares import WANTS_S

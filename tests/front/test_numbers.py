@@ -155,13 +155,13 @@ async def test_signals_are_earned_whatever_worker_the_ranks_came_to() -> None:
     async with fronted(service, num_workers=2) as rig:
         doors = [front._service.door for front in rig.fronts if front._service is not None]
         for door in doors:
-            door._saw("other")
-            door._saw(UserKey("t", "u").tenant)
+            door._tenants.saw("other")
+            door._tenants.saw(UserKey("t", "u").tenant)
         for _ in range(70):
-            doors[1]._earned.take("t", 1.0)
-        assert not doors[1]._earned.take("t", 1.0)
+            doors[1]._tenants.may_signal("t", 1.0)
+        assert not doors[1]._tenants.may_signal("t", 1.0)
         doors[0].on_device("t")
-        await until(lambda: doors[1]._earned.take("t", 1.0))
+        await until(lambda: doors[1]._tenants.may_signal("t", 1.0))
 
 
 async def test_lines_that_a_dead_worker_dropped_stay_counted() -> None:

@@ -97,6 +97,18 @@ def test_boards_are_apart() -> None:
         json.dumps(board, allow_nan=False)
 
 
+def test_a_caller_that_is_held_back_is_seen_beside_the_queue_at_the_door() -> None:
+    fleet = [panel for name, panel in PANELS if name == "fleet.json"]
+    titles = [panel["title"] for panel in fleet]
+    held_back = fleet[titles.index("At the door") + 1]
+    shown = {(target["legendFormat"], *sorted(named(target["expr"]))) for target in held_back["targets"]}
+    assert shown == {
+        ("{{instance}} paused", "npu_gr_connections_paused"),
+        ("{{instance}} lent", "npu_gr_connections_lent"),
+    }
+    assert f"*{held_back['title']}*" in (ROOT / "docs" / "runbooks" / "shedding.md").read_text()
+
+
 @pytest.mark.parametrize("panel", [panel for _, panel in PANELS], ids=IDS)
 def test_a_panel_is_whole(panel: dict[str, Any]) -> None:
     assert panel["title"]

@@ -125,6 +125,13 @@ def _resources() -> list[Panel]:
             {"{{instance}} {{place}}": f"sum by (instance, place) ({of('door_requests')})"},
         ),
         series(
+            "Connections held back",
+            "Of callers that were refused. paused: they asked again at once, and are not read for a moment; lent: a "
+            "native thread reads them, and refuses.",
+            "short",
+            {"{{instance}} paused": of("connections_paused"), "{{instance}} lent": of("connections_lent")},
+        ),
+        series(
             "Device busy",
             "Share of a second, all work.",
             "percentunit",
