@@ -277,8 +277,8 @@ async def test_requests_that_were_pipelined_wait_with_their_paused_connection() 
             assert before is not None
             assert refused is not None
             took_s = time.monotonic() - began_at
-            # the pacer's rate, and not all that were read at once
-            assert refused - before <= REFUSED_AT_ONCE + 2 * took_s * at.entrance.pacer.refusals_per_s
+            # 100 in a tenth of a second: 1,400 a second at most, and not all that were read at once
+            assert refused - before <= 1000 * took_s
             raw.writer.transport.abort()
 
 
