@@ -64,6 +64,8 @@ def item_ids(names: Sequence[str | int]) -> I64:
     except (OverflowError, ValueError):
         _raise_first(names)
     try:
+        if set(map(type, names)) == {str}:
+            return _of_texts(names)
         is_text = np.fromiter((isinstance(name, str) for name in names), np.bool_, len(names))
         ids = np.empty(len(names), np.int64)
         ids[is_text] = _of_texts([name for name in names if isinstance(name, str)])
@@ -88,19 +90,17 @@ def _of_numbers(names: Sequence[Any]) -> I64:
     return ids
 
 
-def _of_texts(names: list[str]) -> I64:
-    """Do for many names what `item_id` does for one."""
-    raw = [name.encode() for name in names]
-    if not 0 < min(map(len, raw), default=1) <= max(map(len, raw), default=1) <= MAX_NAME_BYTES:
+def _of_texts(names: Sequence[Any]) -> I64:
+    """Do for many names, all of them texts, what `item_id` does for one; the event loop waits for it."""
+    raw = list(map(str.encode, names))
+    lengths = list(map(len, raw))
+    if not 0 < min(lengths, default=1) <= max(lengths, default=1) <= MAX_NAME_BYTES:
         raise ValueError("a name is empty or too long")
     digests = np.fromiter(map(xxhash.xxh3_64_intdigest, raw), np.uint64, len(raw))
     ids = ((digests & np.uint64(FIRST_HASHED - 1)) | np.uint64(FIRST_HASHED)).astype(np.int64)
-    numbers = {
-        place: number
-        for place, one in enumerate(raw)
-        if one.isdigit() and _NUMBER.fullmatch(names[place]) and (number := int(one)) < FIRST_HASHED
-    }
-    ids[list(numbers)] = list(numbers.values())
+    for place in np.flatnonzero(np.fromiter(map(bytes.isdigit, raw), np.bool_, len(raw))).tolist():
+        if _NUMBER.fullmatch(names[place]) and (number := int(raw[place])) < FIRST_HASHED:
+            ids[place] = number
     return ids
 
 
