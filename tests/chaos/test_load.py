@@ -15,7 +15,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from npu_gr.bench.door_client import BIN_S, LoadStream, Pause
+from npu_gr.bench.door_client import BIN_S, LoadStream, Pause, StreamCounts
 from npu_gr.bench.door_servers import ADMISSION_OFF
 from tests.chaos.open_loop import LOST, Answers, Ask, send
 from tests.chaos.rig import (
@@ -168,24 +168,36 @@ async def test_a_pause_is_forgotten_within_a_quarter_of_a_second(
     assert sum(each[0] for each in rest) >= 0.9 * due
 
 
+async def stopped_under_load(
+    instance: Instance, bodies: Bodies, scale: Scale, connections: int, times: float, for_s: float
+) -> tuple[StreamCounts, int]:
+    """Stop an instance within a load of so many times what it can do; returns what became of it, and its last bins.
+
+    When those begin, `WELL_AGAIN_UNDER_LOAD_S` after the stop, as much is answered in time as before, or nearly.
+    """
+    per_s = times * answered_per_s(await reference(instance, bodies))
+    seconds = STALLED_AT_S + for_s + WELL_AGAIN_UNDER_LOAD_S + scale.load_s
+    load = LoadStream(
+        name="load", mode="poisson", bodies=bodies.path, to_s=seconds, connections=connections, rate_per_s=per_s
+    )
+    pause = Pause(pid=instance.pid, at_s=STALLED_AT_S, for_s=for_s)
+    counts = (await drive_all(instance, [load], pause=pause)).stream("load")
+    good = [each[0] for each in counts.bins]
+    before_per_s = sum(good[: round(STALLED_AT_S / BIN_S)]) / STALLED_AT_S
+    num_last = round(scale.load_s / BIN_S)
+    well_from = round(seconds / BIN_S) - num_last
+    assert sum(good[well_from : well_from + num_last]) / scale.load_s >= 0.4 * before_per_s, good
+    return counts, well_from
+
+
 @each_scale
 @three_attempts
 async def test_an_open_loop_whose_connections_are_all_in_use_after_a_pause_is_served_again(
     scale: Scale, bodies: Bodies, instance: Instance
 ) -> None:
     """Each of them sends its next request at once, as a client that retries does; to pause them would age them all."""
-    most_per_s = answered_per_s(await reference(instance, bodies))
-    seconds = STALLED_AT_S + STALL_S + WELL_AGAIN_UNDER_LOAD_S + scale.load_s
-    load = LoadStream(
-        name="load", mode="poisson", bodies=bodies.path, to_s=seconds, connections=256, rate_per_s=4 * most_per_s
-    )
-    pause = Pause(pid=instance.pid, at_s=STALLED_AT_S, for_s=STALL_S)
-    counts = (await drive_all(instance, [load], pause=pause)).stream("load")
-    good = [each[0] for each in counts.bins]
-    before_per_s = sum(good[: round(STALLED_AT_S / BIN_S)]) / STALLED_AT_S
-    well_from = round((seconds - scale.load_s) / BIN_S)
-    well_to = round(seconds / BIN_S)
-    assert sum(good[well_from:well_to]) / scale.load_s >= 0.4 * before_per_s, good
+    counts, well_from = await stopped_under_load(instance, bodies, scale, connections=256, times=4, for_s=STALL_S)
+    well_to = well_from + round(scale.load_s / BIN_S)
     assert not sum(each[4] for each in counts.bins[well_from:well_to]), "given up"
 
 
@@ -195,19 +207,8 @@ async def test_callers_who_all_gave_up_in_a_standstill_and_connect_anew_are_serv
     scale: Scale, bodies: Bodies, instance: Instance
 ) -> None:
     """To accept them costs more than to refuse them: who accepts in Python never comes back from this."""
-    most_per_s = answered_per_s(await reference(instance, bodies))
-    seconds = STALLED_AT_S + STANDSTILL_S + WELL_AGAIN_UNDER_LOAD_S + scale.load_s
-    load = LoadStream(
-        name="load", mode="poisson", bodies=bodies.path, to_s=seconds, connections=512, rate_per_s=10 * most_per_s
-    )
-    pause = Pause(pid=instance.pid, at_s=STALLED_AT_S, for_s=STANDSTILL_S)
-    counts = (await drive_all(instance, [load], pause=pause)).stream("load")
-    good = [each[0] for each in counts.bins]
-    before_per_s = sum(good[: round(STALLED_AT_S / BIN_S)]) / STALLED_AT_S
-    well_from = round((seconds - scale.load_s) / BIN_S)
-    well_to = round(seconds / BIN_S)
+    counts, well_from = await stopped_under_load(instance, bodies, scale, connections=512, times=10, for_s=STANDSTILL_S)
     assert sum(each[4] for each in counts.bins[:well_from]) > 512, "nobody gave up: this is no such standstill"
-    assert sum(good[well_from:well_to]) / scale.load_s >= 0.4 * before_per_s, good
 
 
 @contextmanager

@@ -52,7 +52,7 @@ async def listening() -> AsyncIterator[tuple[ClearListener, list[Known], Any]]:
         yield listener, made, address
     finally:
         await listener.end()
-        assert told == [listener] * len(told) != []
+        assert set(told) == {listener}
         for one in made:
             one.transport.abort()  # type: ignore[union-attr]
 

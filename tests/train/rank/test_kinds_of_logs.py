@@ -49,8 +49,12 @@ def of_favourites(random: np.random.Generator) -> I64:
 
 def a_log(history: History) -> Interactions:
     random = np.random.default_rng(0)
-    items = [history(random) for _ in range(NUM_USERS)]
-    users = np.repeat(np.arange(NUM_USERS), [len(own) for own in items])
+    return log_of([history(random) for _ in range(NUM_USERS)])
+
+
+def log_of(items: list[I64]) -> Interactions:
+    """The log of users who had these items in turn, an hour from one to the next."""
+    users = np.repeat(np.arange(len(items)), [len(own) for own in items])
     times = np.concatenate([np.arange(len(own)) for own in items]) * 3600 + 1_600_000_000
     order = np.argsort(times, kind="stable")
     return Interactions(
@@ -58,7 +62,7 @@ def a_log(history: History) -> Interactions:
         np.concatenate(items)[order],
         np.ones(len(users)),
         times[order],
-        [f"u{user}" for user in range(NUM_USERS)],
+        [f"u{user}" for user in range(len(items))],
     )
 
 

@@ -11,6 +11,7 @@ from npu_gr.train.baselines import choose
 from npu_gr.train.data import build_log
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.train import train_rank
+from tests.train.rank.test_kinds_of_logs import log_of
 
 NUM_USERS = 150
 NUM_ITEMS = 400
@@ -25,16 +26,7 @@ def few() -> Interactions:
     items = [
         random.integers(10) + 10 * random.choice(40, 6, replace=False, p=likes / likes.sum()) for _ in range(NUM_USERS)
     ]
-    times = np.tile(np.arange(6), NUM_USERS) * 3600 + 1_600_000_000
-    users = np.repeat(np.arange(NUM_USERS), 6)
-    order = np.argsort(times, kind="stable")
-    return Interactions(
-        users.astype(np.int32)[order],
-        np.concatenate(items)[order],
-        np.ones(len(users)),
-        times[order],
-        [f"u{user}" for user in range(NUM_USERS)],
-    )
+    return log_of(items)
 
 
 def test_of_few_events_item_knn_is_served_and_judged_as_it_is(few: Interactions) -> None:
