@@ -11,6 +11,11 @@
 //                     '------resume-------'|
 //                                          '--> FREE: its caller has hung up meanwhile
 //
+//     FREE --accepted--> LENT --> IN_HAND --> LENT      refused
+//                         ^          +------> FREE      it went up, or its caller has hung up
+//                         |          +------> STRANGE   it waits to go up
+//                         '------its turn-------'
+//
 // While requests are refused, the thread accepts connections, too: a caller who hangs up and connects anew costs Python
 // nothing. Such a newcomer is the thread's alone until it goes up, and then the owner's alone; if its caller hangs up
 // before, the thread closes it. One that is silent goes up, so the limits of silence are the owner's. A stranger is a
@@ -21,7 +26,8 @@
 //   S1  the thread reads and writes a descriptor of the owner's only while it has it IN_HAND, and `stop` and
 //       `accept_no_more` wait for the end of that, so the owner closes no descriptor beside a read
 //   S2  between two calls of `take` no more requests of a pattern go up than the larger of its last two quotas
-//   S3  no call waits for more than one round: MOST_EVENTS requests, or MOST_ACCEPTED connections
+//   S3  while requests are refused, no more strangers go up than MOST_STRANGERS and STRANGERS_PER_S a second
+//   S4  no call waits for more than one round: MOST_EVENTS requests, or MOST_ACCEPTED connections
 //
 // While the mutex is held, a request that goes up is copied, and the epoll set is changed; nothing is read or sent.
 #ifndef NPU_GR_DOOR_SHEDDER_H
@@ -64,7 +70,7 @@ const double MOST_STRANGERS = 16;  // go up between two calls of `take`
 const double STRANGERS_PER_S = 400;  // while requests are refused: a tenth of the owner's core
 const double NO_FILE_S = 0.1;        // until the next connection is accepted, when there is no descriptor for it
 
-enum State : uint8_t { FREE = 0, LENT, IN_HAND, UP, STRANGE };  // STRANGE: it waits to go up
+enum State : uint8_t { FREE = 0, LENT, IN_HAND, UP, STRANGE };
 
 struct Place {       // of a descriptor
   uint32_t lent_as;  // the number of its connection: a descriptor that was closed is soon another one's

@@ -326,8 +326,9 @@ class Shedder:
         listeners = self._accepting[acceptor] = []
         for one in acceptor.sockets:
             listener = self._library.npu_gr_shed_accept(self._at, one.fileno(), self._owner.has_proxies)
-            if not listener:
+            if not listener:  # it has too many sockets
                 self.accept_no_more(acceptor)
+                self._accepting[acceptor] = []  # not tried again in this overload
                 acceptor.go_on()
                 return
             listeners.append(listener)

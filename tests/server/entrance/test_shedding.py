@@ -13,7 +13,8 @@ import pytest
 
 from npu_gr.server.entrance import shed_library
 from npu_gr.server.entrance.framing import HEAD_END
-from npu_gr.server.entrance.shed_library import MOST_PATTERNS
+from npu_gr.server.entrance.shed_library import MOST_PATTERNS, UP_RETRIES, UP_UNSENT
+from npu_gr.server.entrance.shedding import Newcomer
 from tests.server.entrance.test_connection import BODY, RANK, WHOLE, Site
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, serving_fake
@@ -315,6 +316,25 @@ async def test_at_the_limit_of_connections_idle_ones_make_room_for_new_callers_h
             assert at.count("connections_ended_total", reason="evicted") == 1
             assert await first.is_closed()
             assert not any(one.reader.at_eof() for one in idle)
+
+
+@pytest.mark.parametrize("why", [UP_UNSENT, UP_RETRIES])
+async def test_a_newcomer_gets_the_rest_of_its_answer_and_is_paused_if_it_retries(why: int) -> None:
+    async with site() as at:
+        at.service.door._lanes["rank"].pace.seconds = 1e-3
+        (acceptor,) = at.entrance.acceptors
+        acceptor.rest()
+        raw = await at.connect()
+        accepted, _ = acceptor.sockets[0].accept()
+        accepted.setblocking(False)
+        rest = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n" if why == UP_UNSENT else b""
+        await acceptor.adopt(accepted, Newcomer(why, rest, 0.0))
+        assert at.entrance.num_paused == (why == UP_RETRIES)
+        raw.send(WHOLE)
+        if why == UP_UNSENT:
+            assert (await raw.answer())[0] == 429
+        assert (await raw.answer())[0] == 200
+        assert at.entrance.num_paused == 0
 
 
 async def test_a_caller_who_hangs_up_before_it_is_refused_is_counted() -> None:
