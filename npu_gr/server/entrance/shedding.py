@@ -45,7 +45,9 @@ MOST_UPS = 1024  # connections that may go up before the event loop looks
 ROOM_BYTES = 131_072  # a longer request is Python's
 BUFFER_BYTES = 32 * ROOM_BYTES
 MAX_KEY_BYTES = 2048  # MAX_KEY_BYTES of request_key.h
-KEPT = 0.75  # share of refusals from which on a connection stays lent when a request of it was let in
+# Share of refusals from which on a connection stays lent when a request of it was let in. Its next request costs Python
+# a refusal and a loan if it goes back, and a way through the shedder for nothing if it stays and is let in again.
+KEPT = 0.5
 WEIGHT = 1 / 256  # of one more request in that share
 FORGOTTEN_S = 1.0  # a pattern that nothing was refused by for so long
 
@@ -202,9 +204,11 @@ class Shedder:
         self._buffer = memoryview(buffer)
         self._key = ctypes.create_string_buffer(MAX_KEY_BYTES)
         self._ups = (shed_library.Up * MOST_UPS)()
-        self._counts = (shed_library.PatternCounts * MOST_PATTERNS)()
-        self._told = (shed_library.Pattern * MOST_PATTERNS)()  # what the library knows
-        self._patterns: list[_Pattern | None] = [None] * MOST_PATTERNS  # each keeps its place
+        self._counts_at = (shed_library.PatternCounts * MOST_PATTERNS)()
+        self._counts = list(self._counts_at)  # by place, as the library writes them
+        self._told_at = (shed_library.Pattern * MOST_PATTERNS)()
+        self._told = list(self._told_at)  # by place, what the library knows
+        self._patterns: dict[int, _Pattern] = {}  # by place
         self._numbers = itertools.count(1)
         self._lent: dict[int, _Lent] = {}  # by descriptor
         self._offered: list[Lendable] = []
@@ -256,13 +260,13 @@ class Shedder:
         if num_bytes < 0:
             return
         key = self._key.raw[:num_bytes]
-        for pattern in self._patterns:
-            if pattern is not None and pattern.key == key:
+        for pattern in self._patterns.values():
+            if pattern.key == key:
                 pattern.used_at = time.monotonic()
                 return
-        if None in self._patterns:  # else those are refused by Python until one is forgotten
-            pattern = _Pattern(next(self._numbers), key, kind, tenant, has_s)
-            self._patterns[self._patterns.index(None)] = pattern
+        place = next((place for place in range(MOST_PATTERNS) if place not in self._patterns), None)
+        if place is not None:  # else those are refused by Python until one is forgotten
+            self._patterns[place] = _Pattern(next(self._numbers), key, kind, tenant, has_s)
 
     # ---- lending
 
@@ -393,9 +397,9 @@ class Shedder:
     def _collect(self) -> None:
         """Take what goes up, and count what was refused."""
         num_refused = num_taken = 0
-        kinds = {pattern.number: pattern.kind for pattern in self._patterns if pattern is not None}
+        kinds = {pattern.number: pattern.kind for pattern in self._patterns.values()}
         while True:  # once more than it brings something: that leaves the buffer with the next call
-            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._counts)
+            num_ups = self._library.npu_gr_shed_take(self._at, self._ups, self._counts_at)
             num_refused += self._count(self._patterns)
             num_taken += num_ups
             if not num_ups:
@@ -406,12 +410,11 @@ class Shedder:
         if num_seen := num_refused + num_taken:
             self._refused_share += (1 - (1 - WEIGHT) ** num_seen) * (num_refused / num_seen - self._refused_share)
 
-    def _count(self, patterns: list[_Pattern | None]) -> int:
+    def _count(self, patterns: dict[int, _Pattern]) -> int:
         """Count what the library says that it has refused of each pattern; returns of all."""
         num_refused = 0
-        for pattern, counts in zip(patterns, self._counts, strict=True):
-            if pattern is None:
-                continue
+        for place, pattern in patterns.items():
+            counts = self._counts[place]
             if counts.refused:
                 pattern.used_at = time.monotonic()
                 self._owner.refused(pattern.kind, pattern.has_s, Refusal.LATE, counts.refused)
@@ -423,15 +426,14 @@ class Shedder:
 
     def _turn(self) -> None:
         """Say which requests are refused, and how many of them go up."""
-        before = self._patterns.copy()
+        before = self._patterns
         forgotten_at = time.monotonic() - FORGOTTEN_S
-        self._is_shut = is_refusing = False
-        for n, pattern in enumerate(self._patterns):
-            told = self._told[n]
-            if pattern is None or pattern.used_at < forgotten_at:
-                self._patterns[n] = None
-                told.number = 0
-                continue
+        self._is_shut = False
+        self._patterns = {place: pattern for place, pattern in before.items() if pattern.used_at >= forgotten_at}
+        for place in before.keys() - self._patterns.keys():
+            self._told[place].number = 0
+        for place, pattern in self._patterns.items():
+            told = self._told[place]
             if told.number != pattern.number:
                 told.number = pattern.number
                 told.key = pattern.key
@@ -439,11 +441,11 @@ class Shedder:
             room = self._owner.room(pattern.kind.name, pattern.tenant, pattern.has_s)
             told.quota = max(0, room - self._num_opening)
             self._is_shut |= told.quota == 0
-            is_refusing = True
         self._library.npu_gr_shed_turn(
-            self._at, self._told, self._pacer.run_s, max(0, self._owner.most_newcomers), self._counts
+            self._at, self._told_at, self._pacer.run_s, max(0, self._owner.most_newcomers), self._counts_at
         )
         self._count(before)
+        is_refusing = bool(self._patterns)
         for acceptor in self._owner.acceptors:
             if is_refusing and acceptor not in self._accepting:
                 self._accept(acceptor)
