@@ -21,6 +21,11 @@ def cut(text: str, most: int = MOST) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
+def counted(count: int, one: str) -> str:
+    """Write a number with a word for one of them, whose plural has an s: "1 row", "2,000 rows"."""
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
+
+
 def near(word: str, words: Iterable[str]) -> str:
     """Suggest the nearest of some words, to end a message; "" where none is near. To compare takes a length squared."""
     found = difflib.get_close_matches(word, list(words), n=1) if len(word) < MOST else []

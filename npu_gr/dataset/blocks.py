@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.words import counted
 from npu_gr.dataset.arrow import pa
 from npu_gr.dataset.source import OnProgress
 
@@ -51,6 +52,7 @@ def read_chunks(path: Path, on_progress: OnProgress) -> Iterator[bytes]:
         DataError: it cannot be read, is damaged, was cut short, or is not UTF-8 by its first bytes.
     """
     packed = _PACKED.get(path.suffix)
+    num_bytes = 0
     try:
         size = max(path.stat().st_size, 1)
         with pa.OSFile(str(path)) as raw:
@@ -61,9 +63,14 @@ def read_chunks(path: Path, on_progress: OnProgress) -> Iterator[bytes]:
                     raise DataError(f"{path}: UTF-16, not UTF-8; iconv -f UTF-16 -t UTF-8 {path} > NEW converts it")
                 yield chunk.removeprefix(_UTF8_MARK) if is_first else chunk
                 is_first = False
+                num_bytes += len(chunk)
                 on_progress(raw.tell() / size)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        if packed is None or error.strerror:
+            raise DataError(f"{path}: {error.strerror or error}") from error
+        raise DataError(
+            f"{path}: damaged or cut short as a {packed} file, after {counted(num_bytes, 'byte')} unpacked: {error}"
+        ) from error
 
 
 def read_blocks(path: Path, on_progress: OnProgress, *, has_quotes: bool = False) -> Iterator[Block]:

@@ -11,7 +11,7 @@ or 8 for each feature of the log, beside `out` until the end.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +39,7 @@ from npu_gr.dataset.log_features import check_names
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import Rejects
 from npu_gr.dataset.rows import RowReader
+from npu_gr.dataset.side_notes import notes_of
 from npu_gr.dataset.source import Source
 from npu_gr.dataset.sources import open_source
 from npu_gr.dataset.spill import Spill
@@ -170,7 +171,12 @@ class _Build:
         )
         num_without = write_users(folder, self._reader.users.names(), users)
         items = write_items(folder, self._reader.items, table)
-        return self._manifest(actions, table, counts, items) | self._features(users, num_without)
+        notes = [*actions.notes]
+        if table is not None:
+            notes += notes_of("item", self._reader.items.names(), table.rows, table.num_again)
+        if users is not None:
+            notes += notes_of("user", self._reader.users.names(), users.rows, users.num_again)
+        return self._manifest(actions, table, counts, items, notes) | self._features(users, num_without)
 
     def _read_items(self, on_stage: OnStage) -> ItemTable | None:
         if self._item_source is None or self._item_rejects is None:
@@ -236,7 +242,7 @@ class _Build:
         return one_action(old)
 
     def _manifest(
-        self, actions: Actions, table: ItemTable | None, counts: EventCounts, items: ItemCounts
+        self, actions: Actions, table: ItemTable | None, counts: EventCounts, items: ItemCounts, notes: Sequence[str]
     ) -> dict[str, Any]:
         columns = self._reader.columns
         taken = {
@@ -269,5 +275,5 @@ class _Build:
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "rejected": self._rejects.as_dict(),
             "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
-            "notes": actions.notes,
+            "notes": list(notes),
         }

@@ -22,7 +22,7 @@ from npu_gr.core.words import quoted
 from npu_gr.dataset.arrow import pa, pa_csv
 from npu_gr.dataset.blocks import MAX_ROW_LINES, Block, Lines, read_blocks
 from npu_gr.dataset.rejects import OnReject, RejectReason
-from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress, ignore_reject
+from npu_gr.dataset.source import OnProgress, RowBatch, ignore_progress
 
 _DELIMITERS = ",;\t|"
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
@@ -46,9 +46,11 @@ class DelimitedSource:
         """
         self.name = str(path)
         self._path = path
-        first = next(iter(read_blocks(path, ignore_progress)), Block(1, b"")).data.partition(b"\n")[0]
+        block = next(iter(read_blocks(path, ignore_progress)), None)
+        if block is None:
+            raise DataError(f"{path}: the file is empty")
         try:
-            line = first.decode().rstrip("\r")
+            line = block.data.partition(b"\n")[0].decode().rstrip("\r")
         except UnicodeDecodeError as error:
             raise DataError(f"{path}, line 1: not UTF-8; iconv converts it") from error
         if not line.strip():
@@ -75,9 +77,17 @@ class DelimitedSource:
 
     def sample(self) -> RowBatch:
         """Read the first block."""
-        for batch in self.batches(self._columns, ignore_reject, ignore_progress):
+        num_rejected = 0
+
+        def count(*_: object) -> None:
+            nonlocal num_rejected
+            num_rejected += 1
+
+        for batch in self.batches(self._columns, count, ignore_progress):
             if len(batch.numbers):
                 return batch
+        if not num_rejected and self._has_header:
+            raise DataError(f"{self.name}: no row stands below the first line, which names the columns")
         raise DataError(
             f"{self.name}: no row has the {len(self._columns)} cells of the first line ({self.format}); "
             "--columns a,b,... names the columns of a file without a header"

@@ -51,6 +51,7 @@ class ItemTable:
 
     key: Column
     title: Column | None
+    num_again: int = 0  # rows of an item that an earlier one names
     rows: dict[str, int] = field(default_factory=dict)  # name -> place in the lists below
     titles: list[str] = field(default_factory=list)
     features: list[ItemColumn] = field(default_factory=list)
@@ -99,6 +100,8 @@ def read_items(
                 table.titles.append("")
                 for column in cells.values():
                     column.append(None)
+            else:
+                table.num_again += 1
             if title is not None:
                 table.titles[at] = (plain_text(batch.columns[title.name][row].as_py()) or "")[:MAX_TITLE_CHARS]
             for column_name, column in cells.items():

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from npu_gr.core.words import cut, quoted
+from npu_gr.core.words import counted, cut, quoted
 from npu_gr.dataset.files import REJECTED
 from npu_gr.dataset.rejects import MAX_WRITTEN
 
@@ -38,20 +38,21 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     for name, why in manifest["left_out_users"].items():
         yield f"  {'no feature':14} {quoted(name)}: {why}"
     items = manifest["items"]
-    yield f"{manifest['events']:,} events, {manifest['users']:,} users, {items['with_events']:,} items"
+    counts = {"event": manifest["events"], "user": manifest["users"], "item": items["with_events"]}
+    yield ", ".join(counted(count, what) for what, count in counts.items())
     if items["all"] > items["with_events"] or items["without_row"] or items["with_title"]:
-        yield (
-            f"items' file: {items['with_title']:,} titles; {items['without_row']:,} items of the log are not in it, "
-            f"{items['without_events']:,} in it have no event"
-        )
+        titles = counted(items["with_title"], "title")
+        lacked = counted(items["without_row"], "item")
+        without_events = f"{items['without_events']:,} without an event"
+        yield f"items' file: {titles}; it lacks {lacked} of the log, and has {without_events}"
     if num := manifest["users_without_row"]:
-        yield f"users' file: {num:,} users of the log are not in it"
+        yield f"users' file: it lacks {counted(num, 'user')} of the log"
     if num := manifest["duplicates"]["rows"]:
         what = "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
-        yield f"{num:,} rows repeat another one in user, item, time and action: {what}"
-    yield from _rejected("rows", manifest["rejected"])
-    yield from _rejected("rows of the items' file", manifest["rejected_items"])
-    yield from _rejected("rows of the users' file", manifest["rejected_users"])
+        yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
+    yield from _rejected("", manifest["rejected"])
+    yield from _rejected(" of the items' file", manifest["rejected_items"])
+    yield from _rejected(" of the users' file", manifest["rejected_users"])
     if manifest["rejected"] or manifest["rejected_items"] or manifest["rejected_users"]:
         yield f"  the first {MAX_WRITTEN:,} of them: {out / REJECTED}"
     yield from manifest["notes"]
@@ -64,9 +65,9 @@ def _actions(names: list[str], events: list[int]) -> Iterator[str]:
         yield f"and {len(names) - MAX_ACTIONS} more"
 
 
-def _rejected(what: str, reasons: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+def _rejected(of: str, reasons: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
     if reasons:
-        yield f"{sum(one['rows'] for one in reasons.values()):,} {what} cannot be used:"
+        yield f"{counted(sum(one['rows'] for one in reasons.values()), 'row')}{of} cannot be used:"
     for reason, one in reasons.items():
         yield f"  {one['rows']:>9,}  {reason} (first: {one['first']:,})"
 

@@ -39,6 +39,7 @@ class UserTable:
     """What the file says of each user; of one that is listed twice the last row counts."""
 
     key: Column
+    num_again: int = 0  # rows of a user whom an earlier one names
     rows: dict[str, int] = field(default_factory=dict)  # name -> place in the values
     features: list[UserFeature] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # column -> why
@@ -84,6 +85,7 @@ def read_users(
             if is_missing[row]:
                 on_reject(int(batch.numbers[row]), RejectReason.NO_USER, batch.text(row))
                 continue
+            table.num_again += user in table.rows
             at = table.rows.setdefault(user, len(table.rows))
             for name, column in cells.items():
                 if at == len(column):

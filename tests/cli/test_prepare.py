@@ -32,8 +32,8 @@ def test_it_says_what_it_found(tmp_path: Path) -> None:
         "  times          seconds since 1970, by the size of the numbers, 2023-11-14 to 2023-11-14",
         "  actions        cart (1), purchase (1), view (3)",
         "5 events, 2 users, 2 items",
-        "1 rows repeat another one in user, item, time and action: left out (--keep-duplicates keeps them)",
-        "1 rows cannot be used:",
+        "1 row like another one in user, item, time and action: left out (--keep-duplicates keeps them)",
+        "1 row cannot be used:",
         "          1  wrong number of cells (first: 8)",
         f"next: npu-gr train all {tmp_path}/site/data --out {tmp_path}/site",
     ):

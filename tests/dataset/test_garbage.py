@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +197,16 @@ def test_the_file_of_rejected_rows_is_bounded(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("x.csv", b"", "the first line is empty"),
-        ("x.csv", HEAD, "no row has the 4 cells"),
+        ("x.csv", b"", "x.csv: the file is empty"),
+        ("x.csv", b"\n" + HEAD, "the first line is empty"),
+        ("x.csv", HEAD, "no row stands below the first line"),
         ("x.csv", HEAD + b"a\n", "no row has the 4 cells of the first line.*--columns"),
         ("x.csv", b"u1,i1,1700000000\nu2,i2,1700000001\n", "no column looks like the user.*--columns a,b"),
         ("x.csv", b"user_id,user_id\n", "the column 'user_id' stands there twice"),
         ("x.csv", "user_id,item_id,ts\n".encode("utf-16"), "UTF-16, not UTF-8; iconv"),
         ("x.csv", b"\xe9tat,b\n1,2\n", "not UTF-8; iconv"),
-        ("x.csv.gz", b"plain", "x.csv.gz: "),
+        ("x.csv.gz", b"plain", "x.csv.gz: damaged or cut short as a gzip file, after 0 bytes unpacked: "),
+        ("x.csv.gz", gzip.compress(random.Random(0).randbytes(5 << 20).hex().encode())[:-99], "after 8,388,608 bytes"),
         ("x.parquet", b"plain", "x.parquet: "),
         ("x.json", b"7", "neither JSON objects"),
         ("x.json", b'{"u": [1, [2]]}', r'not \{"user": \[item'),

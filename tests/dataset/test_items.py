@@ -46,7 +46,7 @@ def test_titles_and_counts(tmp_path: Path) -> None:
         "without_events": 1,
     }
     assert prepared.manifest["rejected_items"] == {"no item": {"rows": 1, "first": 4}}
-    assert "1 items of the log are not in it, 1 in it have no event" in summary(prepared.manifest, tmp_path / "data")
+    assert "it lacks 1 item of the log, and has 1 without an event" in summary(prepared.manifest, tmp_path / "data")
 
 
 def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
