@@ -3,15 +3,18 @@
     cosine   shrunk, as `neighbours.py` counts it; of the last five events, or of 500
     EASE     what an item adds to another one by the linear autoencoder, where that is above 0; of 500 events
     summed   the cosines to all items of the history together, not their mean
-    linear   the sum of EASE's weights as it is, those below 0 too: what EASE itself scores
+    linear   the sum of EASE's weights themselves, those below 0 too: what EASE scores
 
 A sum counts the more against popularity the more of the user is known; of a mean, thirty items say no more than three.
-On logs with few events it is the best kind, and the validation of such a log cannot tell: so it is the first one. EASE
-is not summed: on the validation of MovieLens its sum is worse than its mean (NDCG@10 .1302, .1365).
+On logs with few events it is the best kind, and the validation of such a log cannot tell: so it is the first one. The
+logarithm of a sum of EASE's weights above 0 is no kind: on the validation of MovieLens it is worse than that of their
+mean (NDCG@10 .1302, .1365).
 
 Where the order of events says much, five events say more than all. Where it says nothing all do, and EASE does best on
-a log whose items have many events: it takes off what a pair has in common through other items. 500, because a request
-reads so many rows; with 100 EASE loses .004 to .006 of NDCG@10 on MovieLens with its events shuffled.
+a log whose items have many events: it takes off what a pair has in common through other items. There the weights below
+0 matter: on the tests of six draws of 600 users of MovieLens with their events shuffled the fitted order has .1777 of
+NDCG@10 with linear ones, .1647 with the mean, and EASE by itself .1799. On logs with few events the mean is better.
+500 events, because a request reads so many rows; with 100 EASE loses .004 to .006 of NDCG@10 on such logs.
 """
 
 from __future__ import annotations
