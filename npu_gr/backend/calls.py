@@ -9,7 +9,7 @@ The calls are NamedTuples: building one takes less than 2 us, measured on a busy
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -229,7 +229,23 @@ class OrderCall(NamedTuple):
     seen: npt.NDArray[np.float32] | None
 
 
-OrderSums = Callable[[OrderCall], npt.NDArray[np.float32]]  # -> [c]
+class OrderSums(Protocol):
+    """Sums of one order by a kernel of the host. Any thread may call."""
+
+    def __call__(self, call: OrderCall) -> npt.NDArray[np.float32]:
+        """Sum the terms of each candidate: float32 [c]."""
+        ...
+
+    def alike(self, liked: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Sum up the similarities of every item to the distinct known items of some events.
+
+        Args:
+            liked: int64 [n] item rows.
+
+        Returns:
+            float64 [I]; the work grows with n x K + I.
+        """
+        ...
 
 
 class BeamCall(NamedTuple):

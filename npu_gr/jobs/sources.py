@@ -65,7 +65,7 @@ async def from_transitions(asked: SourceRequest) -> I64:
 
 async def from_neighbours(asked: SourceRequest) -> I64:
     """List what has most in common with the history: what the same users had."""
-    order = asked.ranking.order
+    order = asked.ranking.order_sum
     rows = asked.rows[:0] if order is None else order.nearest(asked.rows, asked.num_items + len(asked.denied.ids))
     if not len(rows):
         raise ColdUser("no item of the history has neighbours")

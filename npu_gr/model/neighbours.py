@@ -26,10 +26,10 @@ LAST_ITEMS = 5  # events of a history that are read, if nothing else was chosen
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Neighbours:
-    """The most similar items of each item. I = items, K = neighbours kept of an item, at most `MAX_NEIGHBOURS`."""
+    """The most similar items of each item. I = items, K = neighbours kept of an item."""
 
     items: I32  # [I, K] item rows, ascending; -1 = padding, which comes first
-    similarity: F32  # [I, K] above 0; 0 in the padding
+    similarity: F32  # [I, K] above 0, linear ones below it too; 0 in the padding
     last_items: int = LAST_ITEMS  # events of a history that are read: the newest
     is_summed: bool = False  # whether the order counts the sum of the similarities, not their mean
     is_linear: bool = False  # whether it counts the sum itself, not its logarithm
@@ -51,8 +51,10 @@ class Neighbours:
             raise ValueError(f"last_items: needs at least 1, got {self.last_items}")
         if self.is_linear and not self.is_summed:
             raise ValueError("is_linear: of a sum only")
-        if not np.isfinite(self.similarity).all() or ((self.similarity > 0) != is_known).any():
-            raise ValueError("similarity: needs finite numbers above 0, and 0 in the padding")
+        is_one = self.similarity != 0 if self.is_linear else self.similarity > 0
+        if not np.isfinite(self.similarity).all() or (is_one != is_known).any():
+            least = "other than 0" if self.is_linear else "above 0"
+            raise ValueError(f"similarity: needs finite numbers {least}, and 0 in the padding")
 
     def means(self, history: I64, candidates: I64) -> npt.NDArray[np.float64]:
         """Compute what each candidate has in common with an item of the history, on average; as `sums`."""
@@ -68,7 +70,7 @@ class Neighbours:
             candidates: int64 [c] item rows; new ones have 0.
 
         Returns:
-            float64 [c], 0 or more.
+            float64 [c], 0 or more; linear ones may be below it.
         """
         return self._looked_up(history, candidates)[0]
 
@@ -93,8 +95,11 @@ class Neighbours:
             int64 [<= k] item rows, best first, of equals the lower row; only kept neighbours, so there may be few.
         """
         found, sums, _ = self.found(history)
-        best: I64 = found[np.argsort(-sums, kind="stable")[:k]]
-        return best
+        return best_rows(found, sums, k)
+
+    def are_many(self, history: I64) -> bool:
+        """Whether sums of the whole catalogue are cheaper than sorting what the history has in common with it."""
+        return min(len(history), self.last_items) * self.items.shape[1] >= len(self.items) / DENSE_PAIRS
 
     def found(self, history: I64) -> tuple[I64, npt.NDArray[np.float64], int]:
         """Sum up the similarities to a history's distinct items, as of `sums`.
@@ -116,3 +121,21 @@ class Neighbours:
             found = np.flatnonzero(sums)
             sums = sums[found]
         return found, sums.astype(np.float64), len(rows)
+
+
+def best_rows(rows: I64, scores: npt.NDArray[np.float64], k: int) -> I64:
+    """Choose the rows with the highest scores.
+
+    Args:
+        rows: int64 [n] item rows, each once.
+        scores: float64 [n].
+        k: most rows.
+
+    Returns:
+        int64 [<= k], best first, of equals the lower row.
+    """
+    if 0 < k < len(rows):  # only these are sorted
+        is_best = scores >= np.partition(scores, -k)[-k]
+        rows, scores = rows[is_best], scores[is_best]
+    best: I64 = rows[np.lexsort((rows, -scores))[:k]]
+    return best

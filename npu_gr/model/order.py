@@ -47,7 +47,7 @@ from safetensors.numpy import save_file
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError
-from npu_gr.model.neighbours import I32, LAST_ITEMS, Neighbours
+from npu_gr.model.neighbours import I32, LAST_ITEMS, Neighbours, best_rows
 
 FILE = "order.safetensors"
 WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", "seen")  # a, b, c, f, p, e
@@ -188,7 +188,8 @@ class Order:
             candidates: int64 [c] item rows; new ones too, as in the history.
 
         Returns:
-            float32 [c], 0 or more, finite; without neighbours, and of a history that has none, 0.
+            float32 [c], finite, 0 or more, of linear ones also below it; without neighbours, and of a history that has
+            none, 0.
         """
         if self.neighbours is None:
             return np.zeros(len(candidates), np.float32)
@@ -246,19 +247,25 @@ class Order:
         """
         if self.neighbours is None:
             return np.empty(0, np.int64)
-        if not self.neighbours.is_linear:
-            return self.neighbours.top(history, k)
         alike, sums, _ = self.neighbours.found(history)
+        return self.best_alike(alike, sums, k)
+
+    def best_alike(self, alike: I64, sums: npt.NDArray[np.float64], k: int) -> I64:
+        """Choose what `nearest` retrieves.
+
+        Args:
+            alike: int64 [n] what has something in common with the history, ascending.
+            sums: float64 [n] how much.
+            k: most items.
+        """
+        if self.neighbours is None or not self.neighbours.is_linear:
+            return best_rows(alike, sums, k)
         popular = self._popular[:k]
         place = np.searchsorted(alike[:-1], popular)
         found = np.concatenate([alike, popular[alike[place] != popular] if len(alike) else popular])
         scores = self.weights["popularity"] * self.popularity[found].astype(np.float64)
         scores[: len(alike)] += self.weights["neighbours"] * sums
-        if 0 < k < len(found):  # only these are sorted
-            is_best = scores >= np.partition(scores, -k)[-k]
-            found, scores = found[is_best], scores[is_best]
-        best: I64 = found[np.lexsort((found, -scores))[:k]]
-        return best
+        return best_rows(found, scores, k)
 
     def scores(self, retrieval: F32, click: F32, transitions: F32, neighbours: F32, popularity: F32, seen: F32) -> F32:
         """Sum the terms of each candidate, float32 [c] each, by the weights: float32 [c]."""

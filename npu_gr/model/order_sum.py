@@ -43,6 +43,15 @@ class OrderSum:
         num_followed, num_liked = min(len(recent), LAST_EVENTS), min(len(recent), self._num_liked)
         return self._kernel(OrderCall(recent, num_followed, num_liked, candidates, retrieval, click, seen))
 
+    def nearest(self, history: I64, k: int) -> I64:
+        """Retrieve as `Order.nearest` does: by sums of all items from the kernel, where the pairs are not few."""
+        neighbours = self.order.neighbours
+        if self._kernel is None or neighbours is None or not neighbours.are_many(history):
+            return self.order.nearest(history, k)
+        sums = self._kernel.alike(history[-neighbours.last_items :])
+        alike = np.flatnonzero(sums)
+        return self.order.best_alike(alike, sums[alike], k)
+
     def _defined(self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None) -> F32:
         nothing = np.zeros(len(candidates), np.float32)
         return self.order.scores(

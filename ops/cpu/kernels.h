@@ -13,7 +13,7 @@
 #include "items_call.h"
 #include "order_call.h"
 
-#define NPU_GR_ABI 10  // raise it with every change of this table; `library.py` has the same number
+#define NPU_GR_ABI 11  // raise it with every change of this table; `library.py` has the same number
 
 extern "C" {
 
@@ -124,6 +124,7 @@ struct Kernels {
 
   int64_t (*order_bytes)(const OrderJob *job);  // of workspace
   void (*order_sums)(const OrderJob *job);
+  void (*neighbour_sums)(const OrderJob *job, double *sums);  // of the liked events alone: [1 + I], first of padding
 };
 
 // The table of an instruction set; "" = the best that this CPU has. Null: unknown, not compiled in, or the CPU lacks

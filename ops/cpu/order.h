@@ -150,29 +150,50 @@ void fetch(const T *row, int64_t count) {
   for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += 64) __builtin_prefetch(at + byte);
 }
 
+// Go through the neighbours of some items: add(neighbours, similarities), each [K], of one item after the other.
+template <typename Add>
+NPU_GR_INLINE void each_liked(const OrderTables &of, const int64_t *items, int64_t num_items, const Add &add) {
+  const int64_t width = of.num_neighbours;
+  for (int64_t n = 0; n < num_items; ++n) {
+    if (n + kAhead < num_items) {
+      const int64_t later = items[n + kAhead] * width;
+      fetch(of.neighbours + later, width), fetch(of.similarity + later, width);
+    }
+    add(of.neighbours + items[n] * width, of.similarity + items[n] * width);
+  }
+}
+
+// Sum up the similarities of all items to some distinct ones: sums[1 + row], after those of padding.
+void sum_up(const OrderTables &of, const int64_t *distinct, int64_t num_distinct, double *sums) {
+  memset(sums, 0, (1 + of.num_items) * sizeof *sums);
+  each_liked(of, distinct, num_distinct, [&](const int32_t *neighbours, const float *similarity) {
+    for (int64_t k = 0; k < of.num_neighbours; ++k) sums[1 + neighbours[k]] += similarity[k];
+  });
+}
+
+void neighbour_sums(const OrderJob *at, double *sums) {
+  Space space(*at, at->workspace);
+  const int64_t num_distinct = separate(*at, space);
+  sum_up(*at->tables, space.distinct, num_distinct, sums);
+}
+
 // log(1 + scale * mean similarity), or of the sum of the similarities, or this sum itself, into `alike`
 void compare(const OrderJob &job, const Places &places, Space &to) {
   const OrderTables &of = *job.tables;
-  const int64_t width = of.num_neighbours, num_distinct = separate(job, to);
+  const int64_t num_distinct = separate(job, to);
   for (int64_t c = 0; c < job.num_candidates; ++c) to.alike[c] = to.next[c] = 0;
-  memset(to.sums, 0, to.num_sums * sizeof *to.sums);
-  for (int64_t n = 0; n < num_distinct; ++n) {
-    if (n + kAhead < num_distinct) {
-      const int64_t later = to.distinct[n + kAhead] * width;
-      fetch(of.neighbours + later, width), fetch(of.similarity + later, width);
-    }
-    const int32_t *neighbours = of.neighbours + to.distinct[n] * width;
-    const float *similarity = of.similarity + to.distinct[n] * width;
-    if (to.num_sums)
-      for (int64_t k = 0; k < width; ++k) to.sums[1 + neighbours[k]] += similarity[k];
-    else
-      places.meet(neighbours, width, to.likely, [&](int32_t k, int32_t place) { to.next[place] += similarity[k]; });
-  }
+  if (to.num_sums)
+    sum_up(of, to.distinct, num_distinct, to.sums);
+  else
+    each_liked(of, to.distinct, num_distinct, [&](const int32_t *neighbours, const float *similarity) {
+      places.meet(neighbours, of.num_neighbours, to.likely,
+                  [&](int32_t k, int32_t place) { to.next[place] += similarity[k]; });
+    });
   for (int64_t c = 0; c < job.num_candidates; ++c) {
     const int64_t row = known(of, job.candidates[c]);
     if (row == of.num_items) continue;
     const double sum = to.num_sums ? to.sums[1 + row] : to.next[to.first[c]];
-    if (sum <= 0) continue;
+    if (sum <= 0 && of.scale > 0) continue;
     const double similarity = of.is_summed ? sum : sum / static_cast<double>(num_distinct);
     to.alike[c] = of.scale > 0 ? log1p(of.scale * similarity) : similarity;
   }

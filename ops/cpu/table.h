@@ -50,4 +50,5 @@ const Kernels NPU_GR_TABLE = {
     .item_products = items::item_products,
     .order_bytes = order::order_bytes,
     .order_sums = order::order_sums,
+    .neighbour_sums = order::neighbour_sums,
 };

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from npu_gr.model import neighbours as module
-from npu_gr.model.neighbours import LAST_ITEMS, Neighbours
+from npu_gr.model.neighbours import LAST_ITEMS, Neighbours, best_rows
 
 ITEMS = 40
 
@@ -86,6 +86,25 @@ def test_items_without_any_neighbour_have_nothing_in_common() -> None:
     assert none.top(np.arange(ITEMS), 5).tolist() == []
 
 
+def test_linear_ones_may_take_off() -> None:
+    good = some_neighbours()
+    signs = np.where(np.arange(ITEMS) % 2, 1, -1)[:, None].astype(np.float32)
+    linear = replace(good, similarity=good.similarity * signs, last_items=30, is_summed=True, is_linear=True)
+    want = by_definition(linear, [1, 2, 4, 9], 30) * 4
+    rows = np.array([1, 2, 4, 9])
+    assert linear.sums(rows, np.arange(ITEMS)).tolist() == want.tolist()
+    assert (want < 0).any()
+    found, sums, _ = linear.found(rows)
+    for k in (0, 3, ITEMS):
+        assert linear.top(rows, k).tolist() == found[np.argsort(-sums, kind="stable")][:k].tolist()
+
+
+def test_the_best_rows_are_the_highest_and_of_equals_the_lowest() -> None:
+    rows, scores = np.array([8, 1, 5, 3, 2]), np.array([0.5, -1.0, 0.5, 2.0, 0.5])
+    for k, want in enumerate([[], [3], [3, 2], [3, 2, 5], [3, 2, 5, 8], [3, 2, 5, 8, 1], [3, 2, 5, 8, 1]]):
+        assert best_rows(rows, scores, k).tolist() == want
+
+
 GOOD = some_neighbours()
 
 
@@ -99,6 +118,8 @@ GOOD = some_neighbours()
         ({"similarity": -GOOD.similarity}, "similarity: needs finite numbers above 0"),
         ({"similarity": GOOD.similarity + np.float32(1)}, "similarity: needs .* and 0 in the padding"),
         ({"similarity": np.full((ITEMS, 5), np.nan, np.float32)}, "similarity: needs finite"),
+        ({"is_summed": True, "is_linear": True, "similarity": GOOD.similarity * 0}, "numbers other than 0, and 0 in"),
+        ({"is_summed": True, "is_linear": True, "similarity": GOOD.similarity - np.float32(9)}, "numbers other than 0"),
         ({"last_items": 0}, "last_items: needs at least 1, got 0"),
         ({"is_linear": True}, "is_linear: of a sum only"),
     ],

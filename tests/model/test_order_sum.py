@@ -37,6 +37,9 @@ def order(seed: int) -> Order:
     successors, similar = table(random, num_items, width), table(random, num_items, width)
     log_prob = np.where(successors >= 0, np.log(random.uniform(0.001, 0.08, successors.shape)), -np.inf)
     similarity = np.where(similar >= 0, random.uniform(0.01, 2, similar.shape), 0)
+    is_linear = seed % 3 > 1
+    if is_linear:
+        similarity *= random.choice([-1, 1], similar.shape)
     return Order(
         task="like",
         weights=dict(zip(WEIGHTS, random.normal(size=len(WEIGHTS)).tolist(), strict=True)),
@@ -44,7 +47,7 @@ def order(seed: int) -> Order:
         log_prob=log_prob.astype(np.float32),
         popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
         neighbours=Neighbours(
-            similar, similarity.astype(np.float32), int(random.integers(1, 12)), seed % 3 > 0, seed % 3 > 1
+            similar, similarity.astype(np.float32), int(random.integers(1, 12)), seed % 3 > 0, is_linear
         )
         if seed % 5
         else None,
@@ -77,6 +80,20 @@ def test_the_kernel_is_the_definition(isa: str) -> None:
         column = np.stack([click, click], 1)[:, 0]  # as the logits of a rank lie
         again = OrderSum(one, backend)(history, candidates, retrieval, column, seen)
         assert again.tobytes() == got.tobytes()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_nearest_are_those_of_the_definition(isa: str) -> None:
+    backend, num_by_kernel = CPUBackend(isa=isa), 0
+    for seed in range(300):
+        random = np.random.default_rng([seed, 2])
+        one = order(seed)
+        history = random.integers(0, one.num_items + 2, int(random.integers(0, 16)))  # new ones too
+        num_by_kernel += one.neighbours is not None and one.neighbours.are_many(history)
+        native = OrderSum(one, backend)
+        for k in (0, 1, 4, 100):
+            assert native.nearest(history, k).tolist() == one.nearest(history, k).tolist(), seed
+    assert 100 < num_by_kernel < 240
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-ABI = 10  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 11  # NPU_GR_ABI of ops/cpu/kernels.h
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")  # best first; generic on x86-64, neon on aarch64
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # what a kernel's buffers may hold: enum Element
 
@@ -131,6 +131,7 @@ class Table(ctypes.Structure):
         ("item_products", CFUNCTYPE(c_int64, c_void_p)),
         ("order_bytes", CFUNCTYPE(c_int64, c_void_p)),
         ("order_sums", CFUNCTYPE(None, c_void_p)),
+        ("neighbour_sums", CFUNCTYPE(None, c_void_p, c_void_p)),
     ]
 
 

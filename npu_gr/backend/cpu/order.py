@@ -82,6 +82,21 @@ class NativeOrder:
         self._kernels.order_sums(byref(job))
         return room.terms[:count].copy()
 
+    def alike(self, liked: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Sum up the similarities of every item to those of the liked events: float64 [I]."""
+        room = self._room
+        room.hold(len(liked), 0)
+        job = room.job
+        room.numbers[: len(liked)] = liked
+        job.recent = room.numbers_at
+        job.num_recent = job.num_liked = len(liked)
+        job.num_candidates = job.num_followed = 0
+        job.tables = self._tables
+        room.hold_workspace(self._kernels.order_bytes(byref(job)))
+        sums = np.empty(1 + len(self._held.neighbours))
+        self._kernels.neighbour_sums(byref(job), address(sums))
+        return sums[1:]
+
 
 class _Room(threading.local):
     """Memory that the calls of one thread reuse: its addresses are known, and what is new is cold."""

@@ -19,24 +19,20 @@ import numpy as np
 import torch
 
 from npu_gr.core.arrays import F32
-from npu_gr.model.neighbours import MAX_NEIGHBOURS, Neighbours
 from npu_gr.model.order import WEIGHTS, Order
 from npu_gr.train.baselines.choose import LinearBaseline, graph_of
-from npu_gr.train.baselines.linear import BLOCK_ROWS, ItemKNN
+from npu_gr.train.baselines.linear import ItemKNN
 from npu_gr.train.baselines.tune import log_popularity, root_mean_square
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.judge import BLOCK_USERS
 from npu_gr.train.metrics import F64, ndcg_of_each
 from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.paired import Difference, K, difference_of_users
+from npu_gr.train.rank.linear_neighbours import linear_neighbours
 from npu_gr.train.rank.neighbour_choice import is_above_0
-from npu_gr.train.rank.neighbour_kinds import MANY_ITEMS
 from npu_gr.train.rank.order import ItemList, count_transitions, fit_order
-from npu_gr.train.rank.sparse_rows import Entries, joined
 
 NOTHING = dict.fromkeys(WEIGHTS, 0.0)
-MANY_NEIGHBOURS = 500  # of an item that are kept, where that is not too much for all items together
-MAX_KEPT = 1 << 23  # neighbours of all items together: 64 MiB
 
 
 class SimpleOrder(NamedTuple):
@@ -113,26 +109,20 @@ def as_order(baseline: LinearBaseline, log: InteractionLog, task: str, seen: flo
     tuned, degrees = baseline.tuned, graph_of(log).degrees()[1]
     popularity = np.log((degrees + 0.5) / (degrees + 0.5).sum())  # the baseline's, but for a constant
     weight = tuned.weight / root_mean_square(log_popularity(degrees))
+    model, factors = _item_knn(baseline), tuned.factors.numpy()
+
+    def weights(start: int, stop: int) -> F32:
+        scaled: F32 = model.weights(start, stop).numpy() * factors
+        return scaled
+
     return replace(
         count_transitions(log, task),
         weights=NOTHING | {"neighbours": 1.0, "popularity": weight, "seen": seen},
         popularity=popularity.astype(np.float32),
-        neighbours=_neighbours(_item_knn(baseline), tuned.factors.numpy(), log.num_items),
+        neighbours=linear_neighbours(weights, log.num_items),
     )
 
 
 def _item_knn(baseline: LinearBaseline) -> ItemKNN:
     assert isinstance(baseline.tuned.model, ItemKNN), "the baseline is ItemKNN"
     return baseline.tuned.model
-
-
-def _neighbours(model: ItemKNN, factors: F32, num_items: int) -> Neighbours:
-    """Keep the highest weights of each item's row, multiplied by the factors, float32 [num_items]."""
-    most = min(MANY_NEIGHBOURS, max(MAX_NEIGHBOURS, MAX_KEPT // num_items))
-    best = []
-    for start in range(0, num_items, BLOCK_ROWS):
-        weights = model.weights(start, min(start + BLOCK_ROWS, num_items)).numpy() * factors
-        rows, columns = np.nonzero(weights)
-        found = Entries(rows + start, columns, weights[rows, columns].astype(np.float64))
-        best.append(found.best_of_rows(most))
-    return Neighbours(*joined(best).table(num_items, 0.0), MANY_ITEMS, is_summed=True, is_linear=True)

@@ -14,7 +14,7 @@ from npu_gr.train.baselines.choose import graph_of
 from npu_gr.train.baselines.linear import EASE
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank import neighbour_choice
+from npu_gr.train.rank import linear_neighbours, neighbour_choice
 from npu_gr.train.rank import neighbour_kinds as module
 from npu_gr.train.rank.neighbour_choice import choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
 from npu_gr.train.rank.neighbour_kinds import (
@@ -38,8 +38,8 @@ def log(request: pytest.FixtureRequest) -> InteractionLog:
 
 
 def test_the_neighbours_of_ease_score_as_ease_does_above_0(log: InteractionLog) -> None:
-    found = ease_neighbours(log, 2.0)
     model = EASE(graph_of(log), NUM_ITEMS, 2.0)
+    found = ease_neighbours(model, NUM_ITEMS)
     weights = model.weights(0, NUM_ITEMS).numpy()
     assert (weights < 0).any()
     for item in EVERY:
@@ -52,11 +52,39 @@ def test_the_neighbours_of_ease_score_as_ease_does_above_0(log: InteractionLog) 
     np.testing.assert_allclose(weights[own].sum(0)[others], scores[others], atol=1e-5)
 
 
+def test_linear_ones_score_as_ease_does(log: InteractionLog) -> None:
+    found = NeighbourKind(MANY_ITEMS, 2.0, is_summed=True, is_linear=True).counted(log)
+    model = EASE(graph_of(log), NUM_ITEMS, 2.0)
+    assert (found.similarity < 0).any()
+    for user, count in enumerate(log.num_trained):
+        history = log.items[log.starts[user] : log.starts[user] + count]
+        others = np.setdiff1d(EVERY, history)  # to the items of the history EASE's scores add themselves, by K
+        scores = model.scores(torch.tensor([user]))[0].numpy()
+        np.testing.assert_allclose(found.sums(history, others), scores[others], atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [7, 256])
+def test_the_strongest_linear_weights_are_kept_of_either_sign(
+    log: InteractionLog, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(linear_neighbours, "MANY_NEIGHBOURS", 3)
+    monkeypatch.setattr(linear_neighbours, "BLOCK_ROWS", block)
+    found = NeighbourKind(MANY_ITEMS, 2.0, is_summed=True, is_linear=True).counted(log)
+    weights = EASE(graph_of(log), NUM_ITEMS, 2.0).weights(0, NUM_ITEMS).numpy()
+    for item in EVERY:
+        strongest = np.sort(np.abs(weights[item]))[-3:]
+        kept = found.items[item][found.items[item] >= 0]
+        assert len(kept) == np.count_nonzero(strongest)
+        np.testing.assert_array_equal(found.similarity[item][found.items[item] >= 0], weights[item, kept])
+        np.testing.assert_array_equal(np.sort(np.abs(weights[item, kept])), strongest[strongest > 0])
+
+
 def test_the_highest_weights_are_kept(log: InteractionLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NEIGHBOURS", 2)
     monkeypatch.setattr(module, "BLOCK_ROWS", 7)
-    found = ease_neighbours(log, 2.0)
-    weights = EASE(graph_of(log), NUM_ITEMS, 2.0).weights(0, NUM_ITEMS).numpy()
+    model = EASE(graph_of(log), NUM_ITEMS, 2.0)
+    found = ease_neighbours(model, NUM_ITEMS)
+    weights = model.weights(0, NUM_ITEMS).numpy()
     for item in EVERY:
         best = [other for other in np.argsort(-weights[item], kind="stable")[:2].tolist() if weights[item, other] > 0]
         assert found.items[item].tolist() == [-1] * (2 - len(best)) + sorted(best)
@@ -67,16 +95,23 @@ def test_every_kind_is_counted_with_its_events(log: InteractionLog) -> None:
     assert tuple(found) == KINDS
     assert KINDS[0] == USUAL
     for kind, neighbours in found.items():
-        want = count_neighbours(log) if kind.ridge is None else ease_neighbours(log, kind.ridge)
-        assert np.array_equal(neighbours.items, want.items)
-        assert np.array_equal(neighbours.similarity, want.similarity)
-        assert neighbours.last_items == kind.last_items == kind.counted(log).last_items
-        assert neighbours.is_summed == kind.is_summed == kind.counted(log).is_summed
+        alone = kind.counted(log)
+        if not kind.is_linear:
+            ease = None if kind.ridge is None else EASE(graph_of(log), NUM_ITEMS, kind.ridge)
+            want = count_neighbours(log) if ease is None else ease_neighbours(ease, NUM_ITEMS)
+            assert np.array_equal(alone.items, want.items)
+            assert np.array_equal(alone.similarity, want.similarity)
+        assert np.array_equal(neighbours.items, alone.items)
+        assert np.array_equal(neighbours.similarity, alone.similarity)
+        assert neighbours.last_items == kind.last_items == alone.last_items
+        assert neighbours.is_summed == kind.is_summed == alone.is_summed
+        assert neighbours.is_linear == kind.is_linear == alone.is_linear
     assert [kind.name for kind in KINDS] == [
         "cosine, last 500, summed",
         "cosine, last 5",
         "cosine, last 500",
         "EASE, ridge 100, last 500",
+        "EASE, ridge 100, last 500, linear",
         "EASE, ridge 1000, last 500",
     ]
 

@@ -20,6 +20,7 @@ from npu_gr.train.baselines.tune import WEIGHTS as POPULARITY_WEIGHTS
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64, ndcg_of_each
 from npu_gr.train.next_item import rank_next_items
+from npu_gr.train.rank import linear_neighbours
 from npu_gr.train.rank import simple as module
 from npu_gr.train.rank.order import ItemList, count_transitions
 from npu_gr.train.rank.simple import SimpleOrder, as_order, beside_simple
@@ -109,9 +110,9 @@ def test_the_highest_weights_are_kept(
     log: InteractionLog, knn: LinearBaseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = as_order(knn, log, "click", 0.0).neighbours
-    monkeypatch.setattr(module, "MAX_NEIGHBOURS", 2)
-    monkeypatch.setattr(module, "MAX_KEPT", 3 * NUM_ITEMS)
-    monkeypatch.setattr(module, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(linear_neighbours, "MAX_NEIGHBOURS", 2)
+    monkeypatch.setattr(linear_neighbours, "MAX_KEPT", 3 * NUM_ITEMS)
+    monkeypatch.setattr(linear_neighbours, "BLOCK_ROWS", 7)
     kept = as_order(knn, log, "click", 0.0).neighbours
     assert whole is not None
     assert kept is not None

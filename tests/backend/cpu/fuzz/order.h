@@ -1,4 +1,4 @@
-// order_sums, against its terms in doubles; and item_products, against sums in doubles.
+// order_sums and neighbour_sums, against their terms in doubles; and item_products, against sums in doubles.
 #include "fuzz.h"
 
 namespace {
@@ -32,8 +32,9 @@ struct Counted {  // [I, width] rows, ascending behind padding, and a number of 
 void order_sums() {
   const int64_t items = 1 + below(30), count = below(40), num_recent = below(7);
   const int64_t num_followed = below(num_recent + 1), num_liked = below(num_recent + 1);
-  const int64_t is_summed = below(2);
-  const Counted follows(items, below(9), -6, -2), alike(items, below(9), 0.01f, 2);
+  const bool is_linear = below(2);
+  const int64_t is_summed = is_linear || below(2);
+  const Counted follows(items, below(9), -6, -2), alike(items, below(9), is_linear ? -2 : 0.01f, 2);
   const auto rest = Matrix<float>::contiguous(1, items + 1), shares = Matrix<float>::contiguous(1, items + 1);
   for (int64_t i = 0; i <= items; i++) rest.at(0, i) = fabsf(rest.at(0, i)) + 0.01f;
   const OrderTables tables = {static_cast<int32_t *>(follows.rows.at()),
@@ -47,7 +48,7 @@ void order_sums() {
                               alike.width,
                               is_summed,
                               0.6,
-                              100,
+                              is_linear ? 0. : 100.,
                               0.7f,
                               -0.3f,
                               0.5f,
@@ -84,6 +85,9 @@ void order_sums() {
   const Memory workspace(kernels.order_bytes(&job));
   job.workspace = workspace.at();
   kernels.order_sums(&job);
+  const Memory of_all(8 * (1 + items));
+  auto *of_row = static_cast<double *>(of_all.at()) + 1;
+  kernels.neighbour_sums(&job, of_row - 1);
 
   const auto known = [&](int64_t row) { return row >= 0 && row < items ? row : items; };
   std::vector<double> m, n;
@@ -112,7 +116,11 @@ void order_sums() {
       similarity += alike.of(item, row, 0);
     }
     m.push_back(num_followed ? log(mixed / weights) : share);
-    n.push_back(similarity > 0 ? log1p(100 * similarity / (is_summed ? 1 : distinct)) : 0);
+    if (known(row) < items) expect("sum of similarities", c, of_row[row], similarity, 1e-6);
+    if (is_linear)
+      n.push_back(similarity);
+    else
+      n.push_back(similarity > 0 ? log1p(100 * similarity / (is_summed ? 1 : distinct)) : 0);
     if (known(row) < items) mean_m += m.back(), mean_n += n.back(), mean_p += share, num_known++;
   }
   for (int64_t c = 0; c < count; c++) {
