@@ -7,6 +7,7 @@ g++. A build is kept under its sources' hash, so it is made once.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -111,19 +112,26 @@ def build(
     if compiler is None:
         raise ConfigError("the CPU twin needs g++ in PATH")
     target = folder / f"{Path(file).stem}-{_hash(source, flags)}"
-    if target.is_file():
-        return target
     folder.mkdir(parents=True, exist_ok=True)
-    handle, half_made = tempfile.mkstemp(dir=folder, prefix=target.name)
+    lock = os.open(folder, os.O_RDONLY)  # who wants the same library waits for it, and leaves no file of a lock
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_file():
+            _compile([compiler, *flags, str(source / file)], target)
+    finally:
+        os.close(lock)
+    return target
+
+
+def _compile(command: Sequence[str], target: Path) -> None:
+    handle, half_made = tempfile.mkstemp(dir=target.parent, prefix=target.name)
     os.close(handle)
-    command = [compiler, *flags, str(source / file), "-o", half_made]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "-o", half_made], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         Path(half_made).unlink()
         raise ConfigError(f"the CPU twin does not compile: {done.stderr[:2000]}")
     Path(half_made).chmod(0o755)
-    Path(half_made).replace(target)  # at once: another process may be building the same
-    return target
+    Path(half_made).replace(target)  # at once: what was interrupted leaves no half of it
 
 
 def _address(array: Array | None) -> int | None:

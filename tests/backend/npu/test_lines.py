@@ -39,6 +39,7 @@ SLOW = (
     "waits_once",
     "cuda",
     "twin",
+    "paper",
 )  # and no line of these files more
 
 
