@@ -3,7 +3,8 @@
 A real server process with the configuration that ships, and a client in C. In time = within the rank's objective, by
 the client's clock, from the instant the request was due. Every load runs in turn on the server as configured and on the
 same server with admission off, and on one more for each ablation; a reference of 8 closed clients stands around every
-load, in the same process. "Best" is the better of that reference and of admission off under the same load.
+load, in the same process. "Best" is the better of that reference and of admission off under the same load. On a machine
+that others share a load says little once: `repeats` runs all of them in turn, again and again.
 
     closed loop   clients that send again at once, also after a 429
     bursts        a quarter of the capacity, in clumps
@@ -73,6 +74,7 @@ class DoorOptions:
     ablations: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name -> overrides of one more server
     parts: Sequence[str] = PARTS
     with_peers: bool = True
+    repeats: int = 1  # times that every load runs; what counts is the one with the median ratio
     seconds: float = 4.0  # of Poisson arrivals; of other loads at most `MOST_LOAD_S`
     seed: int = 0
 
@@ -128,11 +130,12 @@ def lines(options: DoorOptions) -> Iterator[Line]:
         capacity_per_s = max(_capacity(server, bodies.ranks) for server in servers.values())
         _tell(f"capacity {capacity_per_s:.0f} ranks/s with {REFERENCE_CLIENTS} clients, {hits:.0%} found in HBM")
         case = f"L={traffic.history_tokens} M={traffic.num_candidates} hits {hits:.0%}"
-        runs = _runs(options, servers, bodies, capacity_per_s, goal_s)
-        yield from door_lines.of_loads(runs, case, (ON, OFF), list(options.ablations))
+        repeats = [_runs(options, servers, bodies, capacity_per_s, goal_s) for _ in range(options.repeats)]
+        names = list(options.ablations)
+        yield from door_lines.of_repeats([list(door_lines.of_loads(one, case, (ON, OFF), names)) for one in repeats])
         if "refusals" in options.parts:
             cost = refusal_cost(servers[ON], bodies.heavy, bodies.ranks, 2.0, options.seed)
-            yield door_lines.of_refusals(cost, [found[ON] for found in runs])
+            yield door_lines.of_refusals(cost, [found[ON] for runs in repeats for found in runs])
         if "density" in options.parts:
             with ExitStack() as peers:
                 yield from _density(options, servers, checkpoint, folder, bodies.ranks, ranks[:CHECKED], goal_s, peers)

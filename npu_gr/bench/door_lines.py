@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from npu_gr.bench.door_costs import Density, RefusalCost
 from npu_gr.bench.door_flood import Flooded
@@ -51,6 +52,22 @@ def of_loads(
         for name in ablations:
             yield _ablated(on, rows[name], name)
     yield from _fair([rows[on_name] for rows in runs if rows[on_name].load.group == "fair"])
+
+
+def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
+    """Of the lines of loads that ran several times: each by the run whose ratio is the median, with the ratios of all.
+
+    Args:
+        repeats: of each time, the same lines.
+    """
+    for same in zip(*repeats, strict=True):
+        if len(same) == 1:
+            yield same[0]
+            continue
+        ratios = ", ".join(f"{line.ratio:.2f}" for line in same)
+        ascending = sorted(same, key=lambda line: -math.inf if math.isnan(line.ratio) else line.ratio)
+        middle = ascending[(len(same) - 1) // 2]  # of an even number the lower one
+        yield replace(middle, case=f"{middle.case}; the median of {ratios}")
 
 
 def of_flood(quiet: Flooded, beside: Flooded) -> Iterator[Line]:

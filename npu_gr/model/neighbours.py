@@ -99,7 +99,8 @@ class Neighbours:
 
     def are_many(self, history: I64) -> bool:
         """Whether sums of the whole catalogue are cheaper than sorting what the history has in common with it."""
-        return min(len(history), self.last_items) * self.items.shape[1] >= len(self.items) / DENSE_PAIRS
+        num_pairs = min(len(history), self.last_items) * self.items.shape[1]
+        return bool(num_pairs >= len(self.items) / DENSE_PAIRS)
 
     def found(self, history: I64) -> tuple[I64, npt.NDArray[np.float64], int]:
         """Sum up the similarities to a history's distinct items, as of `sums`.

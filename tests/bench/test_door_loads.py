@@ -13,7 +13,7 @@ from npu_gr.bench import door_loads
 from npu_gr.bench.door import parse_ablations
 from npu_gr.bench.door_client import BIN_S, ClientReport, ClientTimes, LoadStream, StreamCounts
 from npu_gr.bench.door_costs import Density, RefusalCost
-from npu_gr.bench.door_lines import of_density, of_loads, of_refusals
+from npu_gr.bench.door_lines import of_density, of_loads, of_refusals, of_repeats
 from npu_gr.bench.door_loads import (
     AFTER_S,
     BEFORE_S,
@@ -77,6 +77,23 @@ def made(group: str, size: float, good: int, reference_per_s: float = 500.0, **c
 
 def told(on: LoadRun, off: LoadRun) -> list[Line]:
     return list(of_loads([{"on": on, "off": off}], "case", ("on", "off"), []))
+
+
+def test_of_several_runs_the_median_counts_and_all_are_told() -> None:
+    runs = [told(made("poisson", 3.0, good), made("poisson", 3.0, 10)) for good in (300, 500, 400, 100)]
+    first = next(iter(of_repeats(runs)))
+    assert first.ours == 150.0  # of 50, 150, 200 and 250 a second
+    assert first.ratio == pytest.approx(0.3)
+    assert first.ok is False
+    assert first.case.endswith("; the median of 0.30, 0.50, 0.40, 0.10")
+    assert list(of_repeats(runs[:1])) == runs[0]
+
+
+def test_what_is_no_number_is_the_worst() -> None:
+    line = told(made("closed", 16.0, 900), made("closed", 16.0, 1))[0]
+    nothing, all_of_it = replace(line, ratio=math.nan), replace(line, ratio=1.0)
+    assert math.isnan(next(iter(of_repeats([[nothing], [all_of_it]]))).ratio)
+    assert next(iter(of_repeats([[all_of_it], [nothing], [all_of_it]]))).ratio == 1.0
 
 
 def test_normal_is_the_first_bin_that_stays_as_usual() -> None:

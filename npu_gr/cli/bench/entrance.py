@@ -92,6 +92,7 @@ def bench_front(
 @click.option("--candidates", default=100, show_default=True, type=click.IntRange(1), help="Of a rank.")
 @click.option("--users", default=256, show_default=True, type=click.IntRange(1), help="Who come again and again.")
 @click.option("--seconds", default=4.0, show_default=True, help="Of each load; 60 is the long form.")
+@click.option("--repeats", default=1, show_default=True, type=click.IntRange(1), help="Run every load so many times.")
 @click.option("--only", "parts", multiple=True, help="Run these parts; repeatable.", metavar="PART")
 @click.option("--ablate", "ablations", multiple=True, metavar="NAME:KEY=VALUE ...", help="One more server; repeatable.")
 @click.option("--peers/--no-peers", default=True, help="Run FastAPI and LitServe, if they are installed.")
@@ -107,6 +108,7 @@ def bench_door(
     candidates: int,
     users: int,
     seconds: float,
+    repeats: int,
     parts: tuple[str, ...],
     ablations: tuple[str, ...],
     peers: bool,
@@ -131,6 +133,7 @@ def bench_door(
         ablations=parse_ablations(ablations),
         parts=parts or PARTS,
         with_peers=peers,
+        repeats=repeats,
         seconds=seconds,
         seed=seed,
     )

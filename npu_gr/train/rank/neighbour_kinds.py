@@ -85,7 +85,7 @@ KINDS = (
 
 def count_kinds(log: InteractionLog) -> dict[NeighbourKind, Neighbours]:
     """Count the neighbours of every kind in the trained events, each similarity once; the usual kind comes first."""
-    counted = {}
+    counted: dict[NeighbourKind, Neighbours] = {}
     for ridge, kinds in groupby(_kinds_of(log), key=lambda kind: kind.ridge):
         similarities = _similarities(log, ridge)  # of EASE one at a time: a matrix may have half a gigabyte
         counted |= {kind: kind._read(similarities, log.num_items) for kind in kinds}

@@ -16,10 +16,10 @@ from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank import linear_neighbours, neighbour_choice
 from npu_gr.train.rank import neighbour_kinds as module
+from npu_gr.train.rank.linear_neighbours import MANY_ITEMS
 from npu_gr.train.rank.neighbour_choice import choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
 from npu_gr.train.rank.neighbour_kinds import (
     KINDS,
-    MANY_ITEMS,
     USUAL,
     NeighbourKind,
     count_kinds,
