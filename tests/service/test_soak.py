@@ -82,7 +82,8 @@ class Soak:
 
     async def ask(self, what: str, method: str, path: str, **body: Any) -> Any:
         headers = {"X-Request-Timeout-Ms": str(self.random.choice((20, 500, 5000)))}
-        call = self.client.request(method, path, json=body or None, headers=headers)
+        # by its session, because a test client keeps every response until it is closed: 7 KB each
+        call = self.client.session.request(method, self.client.make_url(path), json=body or None, headers=headers)
         async with asyncio.timeout(30), call as response:
             answer = await response.json(content_type=None) if response.status != 204 else None
             self.seen[what, response.status] += 1
