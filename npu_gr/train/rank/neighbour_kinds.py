@@ -19,7 +19,7 @@ NDCG@10 with linear ones, .1647 with the mean, and EASE by itself .1799. On logs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -87,9 +87,16 @@ def count_kinds(log: InteractionLog) -> dict[NeighbourKind, Neighbours]:
     """Count the neighbours of every kind in the trained events, each similarity once; the usual kind comes first."""
     counted: dict[NeighbourKind, Neighbours] = {}
     for ridge, kinds in groupby(_kinds_of(log), key=lambda kind: kind.ridge):
-        similarities = _similarities(log, ridge)  # of EASE one at a time: a matrix may have half a gigabyte
-        counted |= {kind: kind._read(similarities, log.num_items) for kind in kinds}
+        counted |= _of_ridge(log, ridge, kinds)
     return counted
+
+
+def _of_ridge(
+    log: InteractionLog, ridge: float | None, kinds: Iterable[NeighbourKind]
+) -> dict[NeighbourKind, Neighbours]:
+    """Count the kinds of one similarity; EASE's matrix, up to half a gigabyte, is gone before the next one is made."""
+    similarities = _similarities(log, ridge)
+    return {kind: kind._read(similarities, log.num_items) for kind in kinds}
 
 
 def _kinds_of(log: InteractionLog) -> Sequence[NeighbourKind]:
