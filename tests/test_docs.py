@@ -165,7 +165,7 @@ def _unknown_options(words_after: list[str]) -> list[str]:
         if words_after[0] not in command.commands:
             return words_after[:1]
         command, words_after = command.commands[words_after[0]], words_after[1:]
-    known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
+    known = {"--help", *(name for one in command.params for name in (*one.opts, *one.secondary_opts))}
     return [word for word in words_after if word.startswith("--") and word.partition("=")[0].strip("`.,:") not in known]
 
 
