@@ -9,7 +9,6 @@ up to nearly 64 MiB; what is larger belongs into pools.
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 
@@ -18,18 +17,11 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MOST = 1 << 30  # bytes
 
-# Objects between two young collections. Imports make 195,000 that stay: at Python's 700, looking at them again and
-# again took 0.2 s of the 2.2 s of CPU until an instance is imported.
-_YOUNG = 20_000
-
 
 def set_up_process() -> bool:
     """Let threads sleep where they would spin, the heap keep its memory, and torch load no device's package by itself.
 
     An NPU's runtime is told to give each stream a queue of its own. A variable that is set already stays as it is.
-
-    The garbage collector comes seldom from here on; a process that serves gets its own pace after its imports
-    (`npu_gr/core/garbage.py`).
 
     SIGUSR1 is ignored from here on; a process that serves answers it (`npu_gr/server/debug/stacks.py`).
 
@@ -38,7 +30,6 @@ def set_up_process() -> bool:
     Returns:
         Whether the C library took the heap's settings; one that is not glibc has none.
     """
-    gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
     # who asks for stacks must not kill a process that still starts, or one that has none to show
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # a thread that waits must not spin beside the event loop
