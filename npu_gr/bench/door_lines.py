@@ -55,7 +55,9 @@ def of_loads(
 
 
 def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
-    """Of the lines of loads that ran several times: each by the run whose ratio is the median, with the ratios of all.
+    """Of the lines of loads that ran several times: each by the run whose ratio is the median.
+
+    What the others came to is told beside it: the median of bursts hides one that was refused.
 
     Args:
         repeats: of each time, the same lines.
@@ -67,7 +69,8 @@ def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
         ratios = ", ".join(f"{line.ratio:.2f}" for line in same)
         ascending = sorted(same, key=lambda line: -math.inf if math.isnan(line.ratio) else line.ratio)
         middle = ascending[(len(same) - 1) // 2]  # of an even number the lower one
-        yield replace(middle, case=f"{middle.case}; the median of {ratios}")
+        reached = f"; {sum(map(bool, (line.ok for line in same)))} of {len(same)} ok" if middle.ok is not None else ""
+        yield replace(middle, case=f"{middle.case}; the median of {ratios}{reached}")
 
 
 def of_flood(quiet: Flooded, beside: Flooded) -> Iterator[Line]:

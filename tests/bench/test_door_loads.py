@@ -85,8 +85,15 @@ def test_of_several_runs_the_median_counts_and_all_are_told() -> None:
     assert first.ours == 150.0  # of 50, 150, 200 and 250 a second
     assert first.ratio == pytest.approx(0.3)
     assert first.ok is False
-    assert first.case.endswith("; the median of 0.30, 0.50, 0.40, 0.10")
+    assert first.case.endswith("; the median of 0.30, 0.50, 0.40, 0.10; 0 of 4 ok")
     assert list(of_repeats(runs[:1])) == runs[0]
+
+
+def test_a_burst_that_was_refused_in_one_run_of_three_is_told() -> None:
+    runs = [told(made("bursts", 16.0, 300, refused=n), made("bursts", 16.0, 300)) for n in (0, 1, 0)]
+    (burst, *_) = of_repeats(runs)
+    assert burst.ok
+    assert burst.case.endswith("; 2 of 3 ok")
 
 
 def test_what_is_no_number_is_the_worst() -> None:

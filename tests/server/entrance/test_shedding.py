@@ -13,6 +13,7 @@ import pytest
 
 from npu_gr.server.entrance import shed_library
 from npu_gr.server.entrance.framing import HEAD_END
+from npu_gr.server.entrance.listener import State
 from npu_gr.server.entrance.shed_library import MOST_PATTERNS, UP_RETRIES, UP_UNSENT
 from npu_gr.server.entrance.shedding import Newcomer
 from tests.server.entrance.test_connection import BODY, RANK, WHOLE, Site
@@ -198,6 +199,22 @@ async def test_whoever_hangs_up_while_a_request_of_a_lent_connection_waits_is_co
             raw.writer.transport.abort()
             await until(lambda: at.service.door.waiting == 0)
         assert at.count("admissions_total", kind="rank", verdict="abandoned") == 1
+
+
+@pytest.mark.parametrize(("refused_share", "stays"), [(0.74, True), (0.3, False)])
+async def test_where_most_are_refused_whoever_is_let_in_stays_lent(refused_share: float, stays: bool) -> None:
+    """At three times the capacity .74 are refused; of 256 paused clients that retry .3."""
+    async with site() as at:
+        with await at.service.fill():
+            raw = await lent(at)
+            await waits(at, raw)
+            shedder = at.entrance.shedder
+            assert shedder is not None
+            shedder._refused_share = refused_share
+        assert (await raw.answer())[0] == 200
+        (connection,) = at.entrance._connections
+        await until(lambda: connection not in shedder._offered and connection.state is State.IDLE)  # type: ignore[comparison-overlap]
+        assert connection.is_lent == stays  # type: ignore[attr-defined]
 
 
 async def test_it_is_lent_no_more_when_nobody_is_refused() -> None:
