@@ -2,7 +2,8 @@
 
 A later kind takes the place of the best one before it if it is better by more than a standard error, paired by
 user: by NDCG@10, which is what is shown; or by the likelihood, if NDCG@10 is no lower. The likelihood tells kinds apart
-where hits are rare, but it also counts items that nobody sees.
+where hits are rare, but it also counts items that nobody sees. So it is no ground for a kind whose requests read more
+neighbours of an item: on MovieLens linear ones were chosen by it, and a recommend took .3 ms more for no better list.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def choose_kind(
     best = found[0]
     for other in found[1:]:
         of_places, of_likelihood = other[1] - best[1], other[2] - best[2]
-        if is_above_0(of_places) or (of_places.mean() >= 0 and is_above_0(of_likelihood)):
+        is_slower = other[0].kind.num_neighbours > best[0].kind.num_neighbours
+        if is_above_0(of_places) or (not is_slower and of_places.mean() >= 0 and is_above_0(of_likelihood)):
             best = other
     return best[0]
 

@@ -32,7 +32,7 @@ from npu_gr.model.neighbours import LAST_ITEMS, MAX_NEIGHBOURS, Neighbours
 from npu_gr.train.baselines.choose import MAX_EDGES, graph_of
 from npu_gr.train.baselines.linear import BLOCK_ROWS, EASE, ease_is_too_large
 from npu_gr.train.data import InteractionLog
-from npu_gr.train.rank.linear_neighbours import MANY_ITEMS, linear_neighbours
+from npu_gr.train.rank.linear_neighbours import MANY_ITEMS, MANY_NEIGHBOURS, linear_neighbours
 from npu_gr.train.rank.neighbours import count_neighbours
 from npu_gr.train.rank.sparse_rows import Entries, joined
 
@@ -51,6 +51,11 @@ class NeighbourKind(NamedTuple):
         similarity = "cosine" if self.ridge is None else f"EASE, ridge {self.ridge:g}"
         how = "linear" if self.is_linear else "summed" if self.is_summed else ""
         return ", ".join(filter(None, (similarity, f"last {self.last_items}", how)))
+
+    @property
+    def num_neighbours(self) -> int:
+        """Of an item, which a request reads for each of its events; a large catalogue has fewer linear ones."""
+        return MANY_NEIGHBOURS if self.is_linear else MAX_NEIGHBOURS
 
     def counted(self, log: InteractionLog) -> Neighbours:
         """Count the neighbours in the trained events of a log.

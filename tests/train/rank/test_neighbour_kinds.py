@@ -206,6 +206,26 @@ def test_a_kind_is_chosen_by_what_is_shown_and_else_by_the_likelihood(
     assert found.kind == (NeighbourKind(MANY_ITEMS) if is_chosen else NeighbourKind(LAST_ITEMS))
 
 
+@pytest.mark.parametrize(
+    ("places", "is_chosen"),
+    [([0.3, 0.3, 0.4, 0.3], True), ([0.9, -0.3, -0.3, -0.3], False)],  # surely better, and maybe
+)
+def test_a_kind_that_reads_more_has_to_show_better_lists(
+    log: InteractionLog, monkeypatch: pytest.MonkeyPatch, places: list[float], is_chosen: bool
+) -> None:
+    targets = log.next_items()[:4]
+    usual, linear = KINDS[0], next(kind for kind in KINDS if kind.is_linear)
+
+    def figures(gaps: list[float], order: Order) -> F64:
+        assert order.neighbours is not None
+        return np.array(gaps) * order.neighbours.is_linear
+
+    monkeypatch.setattr(neighbour_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
+    monkeypatch.setattr(neighbour_choice, "list_likelihood", lambda order, *_: figures([0.3, 0.3, 0.4, 0.3], order))
+    found = choose_kind(orders(log, usual, linear), log, lists_of(log, targets), targets)
+    assert found.kind == (linear if is_chosen else usual)
+
+
 def test_of_equal_kinds_the_simplest_stays(log: InteractionLog) -> None:
     targets = log.next_items()
     same = orders(log, NeighbourKind(50), NeighbourKind(MANY_ITEMS))  # no history is as long
