@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.core.private import as_public_as
+from npu_gr.model.shapes_only import shapes_only
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -131,7 +132,7 @@ def _without_memory(folder: Path, form: Format[C, M]) -> tuple[C, M]:
             raise CheckpointError(f"checkpoint {folder}: {key}: {count}, and there are {len(found)} tensors")
     config = form.fit(config, frozenset(name for _, name, _ in found))
     try:
-        with torch.device("meta"):
+        with shapes_only():
             model = form.make(config)
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes that no tensor can have
         raise CheckpointError(f"checkpoint {folder}: {CONFIG}: {str(error).partition(chr(10))[0]}") from error

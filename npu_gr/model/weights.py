@@ -28,6 +28,7 @@ from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.order import FILE as ORDER
 from npu_gr.model.order import Order, load_order, save_order
+from npu_gr.model.shapes_only import shapes_only
 
 ITEM_IDS = "catalog.item_ids"
 
@@ -163,7 +164,7 @@ def _misfit(config: HSTUConfig, tensors: dict[str, Tensor]) -> str:
     if config.num_layers > len(tensors):
         return f"num_layers: {config.num_layers}, and there are {len(tensors)} tensors"
     try:
-        with torch.device("meta"):
+        with shapes_only():
             wanted = HSTU(config).state_dict()
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes that no tensor can have
         return str(error).partition("\n")[0]
