@@ -321,11 +321,12 @@ class Door:
             self._serve_next()  # those who wait before it may all be full
         return ticket
 
-    def room(self, kind: str, tenant: str, budget_s: float) -> int:
+    def room(self, kind: str, tenant: str, budget_s: float, on_its_way: float = 0.0) -> int:
         """How many requests that came now would not be refused at once.
 
         Args:
             kind, tenant, budget_s: as for `arrive`.
+            on_its_way: share of its time that passes until a request is here.
         """
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]
@@ -333,7 +334,9 @@ class Door:
             return self._config.max_inflight
         now_at = self._clock()
         has_s = min(lane.objective_s, budget_s)
-        rest_s = self._aim(now_at) * has_s - self._ahead_s(lane, turns, tenant, now_at + has_s)
+        arrived_at = now_at - on_its_way * has_s
+        ahead_s = self._ahead_s(lane, turns, tenant, arrived_at + has_s)
+        rest_s = arrived_at + self._aim(now_at) * has_s - now_at - ahead_s
         if rest_s >= lane.pace.seconds:
             return int(rest_s / lane.pace.seconds)
         return int(self._has_room(lane, lanes) and not self._tenants.is_full(tenant) and self._nobody_before(lane))

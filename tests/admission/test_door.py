@@ -240,10 +240,10 @@ class Held:
         )
         self.guests: list[Guest] = []
 
-    def arrive(self, kind: str = RANK.name, tenant: str = "", budget_s: float = 1.0) -> Guest:
+    def arrive(self, kind: str = RANK.name, tenant: str = "", budget_s: float = 1.0, since_s: float = 0.0) -> Guest:
         guest = Guest()
         self.guests.append(guest)
-        guest.ticket = self.door.arrive(kind, tenant, self.now_at, budget_s, guest)
+        guest.ticket = self.door.arrive(kind, tenant, self.now_at - since_s, budget_s, guest)
         return guest
 
     def wait(self, seconds: float) -> None:
@@ -356,17 +356,19 @@ def test_a_caller_that_hangs_up_while_it_waits_takes_nobodys_place() -> None:
     pace_s=st.sampled_from([1e-4, 1e-3, 5e-3, 0.02, 0.2]),
     budget_s=st.sampled_from([0.01, 0.05, 1.0]),
     waited_s=st.sampled_from([0.0, 0.02, 0.15]),
+    on_its_way=st.sampled_from([0.0, 0.0811]),
 )
 def test_as_many_are_not_refused_as_there_is_room_for(
-    inside: int, pace_s: float, budget_s: float, waited_s: float
+    inside: int, pace_s: float, budget_s: float, waited_s: float, on_its_way: float
 ) -> None:
     held = Held()
     held.door._lanes[RANK.name].pace.seconds = pace_s
     for _ in range(inside):
         held.arrive()
     held.wait(waited_s)
-    room = held.door.room(RANK.name, "", budget_s)
-    came = [held.arrive(budget_s=budget_s) for _ in range(room + MOST)]
+    room = held.door.room(RANK.name, "", budget_s, on_its_way)
+    since_s = on_its_way * min(RANK.objective_s, budget_s)
+    came = [held.arrive(budget_s=budget_s, since_s=since_s) for _ in range(room + MOST)]
     refused = [guest.refusals for guest in came]
     if came[0].slot is None:  # there is a queue: exactly so many join it
         assert sum(refused) == MOST

@@ -33,6 +33,24 @@ def test_a_pause_moves_it_by_a_quarter_and_sixty_answers_undo_it() -> None:
     assert pace.seconds == pytest.approx(0.001, rel=0.05)
 
 
+def test_it_counts_what_other_threads_take_of_the_core() -> None:
+    pace = learnt(0.0004)
+    seen = []
+    for _ in range(100):
+        pace.observe(0.006)  # the process stood still
+        for _ in range(39):
+            pace.observe(0.0004)
+            seen.append(pace.seconds)
+    assert sum(seen) / len(seen) == pytest.approx((0.006 + 39 * 0.0004) / 40, rel=0.1)
+
+
+def test_a_pause_moves_a_fast_pace_by_a_quarter_at_most() -> None:
+    for seconds in (0.0001, 0.0002, 0.0003, 0.0006):
+        pace = learnt(seconds, 5000)
+        pace.observe(0.110)
+        assert 1.1 * seconds < pace.seconds < 1.25 * seconds
+
+
 def test_a_passes_departures_come_together_and_count_as_their_mean() -> None:
     pace = Pace(0.001)
     for _ in range(100):
