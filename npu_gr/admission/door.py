@@ -326,7 +326,7 @@ class Door:
 
         Args:
             kind, tenant, budget_s: as for `arrive`.
-            on_its_way: share of its time that passes until a request is here.
+            on_its_way: share of its time that passes until a request is here. Those who wait are before it all the same.
         """
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]
@@ -334,9 +334,7 @@ class Door:
             return self._config.max_inflight
         now_at = self._clock()
         has_s = min(lane.objective_s, budget_s)
-        arrived_at = now_at - on_its_way * has_s
-        ahead_s = self._ahead_s(lane, turns, tenant, arrived_at + has_s)
-        rest_s = arrived_at + self._aim(now_at) * has_s - now_at - ahead_s
+        rest_s = (self._aim(now_at) - on_its_way) * has_s - self._ahead_s(lane, turns, tenant, now_at + has_s)
         if rest_s >= lane.pace.seconds:
             return int(rest_s / lane.pace.seconds)
         return int(self._has_room(lane, lanes) and not self._tenants.is_full(tenant) and self._nobody_before(lane))
