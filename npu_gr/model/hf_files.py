@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.core.private import as_public_as
-from npu_gr.model.shapes_only import shapes_only
+from npu_gr.model.shapes_only import give_memory, shapes_only
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -86,7 +86,7 @@ def load(folder: Path, dtype: torch.dtype, form: Format[C, M]) -> M:
     """
     try:
         config, model = _without_memory(folder, form)
-        model.to(dtype).to_empty(device=torch.device("cpu"))
+        give_memory(model.to(dtype))
         places = form.places(model)
         copies = form.copies(config)
         twice: dict[str, Tensor] = {}
