@@ -326,7 +326,7 @@ class Door:
 
         Args:
             kind, tenant, budget_s: as for `arrive`.
-            on_its_way: share of its time that passes until a request is here. Those who wait are before it all the same.
+            on_its_way: share of its time that passes until a request is here; who waits now is before it.
         """
         lane = self._lanes[kind]
         turns, lanes = self._classes[lane.priority]

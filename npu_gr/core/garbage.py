@@ -1,9 +1,9 @@
 """The garbage collector of a serving process: what imports made is never looked at again.
 
 A collection stops every thread. Measured on an instance: imports leave 207,000 objects, and a full collection takes
-95 to 126 ms of CPU; with those frozen, 13,400 objects and 1.3 ms. Of an instance's own objects none is frozen, so nothing
-has to be frozen anew when a model is swapped: the engine and the relay of a version form a cycle, and frozen they
-would keep its weights for ever.
+95 to 126 ms of CPU; with those frozen, 13,400 objects and 1.3 ms. Of an instance's own objects none is frozen, so
+nothing has to be frozen anew when a model is swapped: the engine and the relay of a version form a cycle, and frozen
+they would keep its weights for ever.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def shapes_only() -> Iterator[None]:
 
 
 def give_memory(model: nn.Module) -> None:
-    """Make all tensors of a model of shapes anew on the CPU, with any values; `Module.to_empty` imports the compiler."""
+    """Make all tensors of a model of shapes anew on the CPU, with any values; `to_empty` would import the compiler."""
     for module in model.modules():
         for name, weight in [*module.named_parameters(recurse=False)]:
             made = torch.empty(weight.shape, dtype=weight.dtype)
