@@ -485,17 +485,16 @@ class Door:
         while (found := self._first()) is not None:
             ticket, turns, lanes = found
             lane = self._lanes[ticket.kind]
-            has_room = self._has_room(lane, lanes)
-            if self._is_late(ticket, lane) and not (has_room and self._is_idle()):
+            if not self._has_room(lane, lanes):
+                return  # those who will be late are told by `_tick`
+            if self._is_late(ticket, lane) and not self._is_idle():
                 self._drop(ticket)
                 ticket.guest.refuse(Refusal.LATE)
-            elif has_room:
+            else:
                 lane.waiting -= 1
                 self._waiting -= 1
                 turns.take(ticket)
                 self._let_in(ticket, lane)
-            else:
-                return
         if self._waiting:  # all of them are full
             return
         self._standing_since_at = None
