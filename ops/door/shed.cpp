@@ -94,7 +94,7 @@ NPU_GR_API int64_t npu_gr_shed_lend(Shedder *shedder, int64_t fd, double at_once
   Place &place = shedder->places[fd];
   if (place.state == IN_HAND) return 0;  // of a connection before, whose owner did not stop it
   if (++shedder->num_lent == 0) ++shedder->num_lent;
-  place = {shedder->num_lent, LENT, 0, false, 0, 0, now_s(), at_once_since_at};
+  place = {shedder->num_lent, LENT, 0, false, false, 0, 0, now_s(), at_once_since_at};
   if (watch(shedder, static_cast<int>(fd), EPOLL_CTL_ADD, true)) return place.lent_as;
   place.state = FREE;
   return 0;

@@ -24,6 +24,7 @@ struct Work {
     Listener &listener = shedder->listeners[number - 1];
     {
       Locked locked(shedder);
+      forget_unknown(now_s());
       if (!listener.is_open || is_crowded()) return;
       listener.is_in_hand = true;
     }
@@ -42,7 +43,10 @@ struct Work {
     }
     Locked locked(shedder);
     listener.is_in_hand = false;
-    if (!has_files) rest(now_s() + NO_FILE_S);
+    if (!has_files)
+      rest(now_s() + NO_FILE_S);
+    else if (shedder->num_unknown >= MOST_UNKNOWN)
+      rest(now_s() + SLOW_S);
     if (shedder->num_waiting) pthread_cond_broadcast(&shedder->let_go);
   }
 
@@ -60,12 +64,20 @@ struct Work {
     Locked locked(shedder);
     if (++shedder->num_lent == 0) ++shedder->num_lent;
     const double at_once_since_at = shedder->listeners[number - 1].is_shared ? HUGE_VAL : now_s();
-    shedder->places[fd] = {shedder->num_lent, LENT, static_cast<uint8_t>(number), false, 0, 0, 0, at_once_since_at};
+    shedder->places[fd] = {shedder->num_lent, LENT, static_cast<uint8_t>(number), false, false, 0, 0, 0, at_once_since_at};
     add_newcomer(shedder, fd);
+    ++shedder->num_unknown;
     // where the owner has no room for more, it decides who makes some
     const bool is_over = shedder->num_newcomers > shedder->most_newcomers && may_go_up(shedder);
     if (is_over || !watch(shedder, fd, EPOLL_CTL_ADD, true)) go_up(shedder, fd, UP_SILENT, 0, nullptr, 0);
-    return !is_crowded();
+    return !is_crowded() && shedder->num_unknown < MOST_UNKNOWN;
+  }
+
+  // With the mutex held: newcomers that were accepted long ago count no more.
+  void forget_unknown(double now_at) {
+    const double fewer = UNKNOWN_PER_S * (now_at - shedder->unknown_at);
+    shedder->unknown_at = now_at;
+    shedder->num_unknown = shedder->num_unknown > fewer ? shedder->num_unknown - fewer : 0;
   }
 
   // With the mutex held: accept nothing until then; 0: from now on.
@@ -160,6 +172,10 @@ struct Work {
     place.num_silent = 0;
     Slot *slot = has_key ? find(shedder, key) : nullptr;
     const int64_t pattern = slot ? slot->number : 0;
+    if (slot && place.came_to && !place.is_known) {
+      place.is_known = true;
+      if (shedder->num_unknown >= 1) --shedder->num_unknown;
+    }
     if (size <= 0 || (slot && has_hung_up)) {
       leave(fd, slot);
     } else if (!slot) {

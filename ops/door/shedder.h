@@ -27,7 +27,9 @@
 //       `accept_no_more` wait for the end of that, so the owner closes no descriptor beside a read
 //   S2  between two calls of `take` no more requests of a pattern go up than the larger of its last two quotas
 //   S3  while requests are refused, no more strangers go up than MOST_STRANGERS and STRANGERS_PER_S a second
-//   S4  no call waits for more than one round: MOST_EVENTS requests, or MOST_ACCEPTED connections
+//   S4  the thread accepts no more connections than MOST_UNKNOWN and UNKNOWN_PER_S a second, beside those that have
+//       brought a request like one of the patterns
+//   S5  no call waits for more than one round: MOST_EVENTS requests, or MOST_ACCEPTED connections
 //
 // While the mutex is held, a request that goes up is copied, and the epoll set is changed; nothing is read or sent.
 #ifndef NPU_GR_DOOR_SHEDDER_H
@@ -68,6 +70,9 @@ const double SILENCE_S = 0.25;     // between two looks for newcomers that are s
 enum { MOST_SILENT = 4 };          // such looks that find nothing of a newcomer; then it goes up
 const double MOST_STRANGERS = 16;  // go up between two calls of `take`
 const double STRANGERS_PER_S = 400;  // while requests are refused: a tenth of the owner's core
+const double MOST_UNKNOWN = 512;     // newcomers at once of which nothing is known
+const double UNKNOWN_PER_S = 4000;   // such newcomers: who connects faster, and asks nothing, waits in the kernel
+const double SLOW_S = 0.005;         // until the next one is accepted, when there are too many
 const double NO_FILE_S = 0.1;        // until the next connection is accepted, when there is no descriptor for it
 
 enum State : uint8_t { FREE = 0, LENT, IN_HAND, UP, STRANGE };
@@ -77,6 +82,7 @@ struct Place {       // of a descriptor
   State state;
   uint8_t came_to;          // the number of the listener, of a newcomer; 0: it is its owner's
   bool is_called;           // it was STRANGE, and its turn has come
+  bool is_known;            // a request of it was like a pattern
   uint8_t num_silent;       // looks since it was read
   int32_t newcomer;         // its place among the newcomers
   double answered_at;       // 0: nothing was yet
@@ -129,6 +135,8 @@ struct Shedder {
   int64_t num_newcomers, most_newcomers;
   double num_strangers;  // that may go up now
   double strangers_at;   // when that was said
+  double num_unknown;    // newcomers of which nothing is known, fewer with time
+  double unknown_at;     // when that was said
   Waiting *waiting;      // a ring of MOST_DESCRIPTORS: those that are STRANGE, or were
   uint32_t first_waiting, end_waiting;
   double silence_at;  // of the next look

@@ -15,6 +15,8 @@ NAMES = b"authorization\nx-request-timeout-ms\ngrpc-timeout\n"
 ANSWER = b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n"
 MOST_STRANGERS = 16  # as in shedder.h
 STRANGERS_PER_S = 400
+MOST_UNKNOWN = 512
+UNKNOWN_PER_S = 4000
 
 
 class Bare:
