@@ -64,7 +64,8 @@ struct Work {
     Locked locked(shedder);
     if (++shedder->num_lent == 0) ++shedder->num_lent;
     const double at_once_since_at = shedder->listeners[number - 1].is_shared ? HUGE_VAL : now_s();
-    shedder->places[fd] = {shedder->num_lent, LENT, static_cast<uint8_t>(number), false, false, 0, 0, 0, at_once_since_at};
+    shedder->places[fd] = {shedder->num_lent, LENT, static_cast<uint8_t>(number), false, false, 0, 0, 0,
+                           at_once_since_at};
     add_newcomer(shedder, fd);
     ++shedder->num_unknown;
     // where the owner has no room for more, it decides who makes some
