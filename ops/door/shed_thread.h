@@ -274,8 +274,8 @@ struct Work {
         } else if (!num_seen) {
           for_requests = true;
           seconds = shedder->has_told || !wants_turn ? -1 : tell_in_s;
-          if ((shedder->num_newcomers || shedder->accepts_at) && (seconds < 0 || seconds > NO_FILE_S))
-            seconds = NO_FILE_S;
+          const double rests_s = shedder->accepts_at ? fmax(shedder->accepts_at - now_s(), 0) : NO_FILE_S;
+          if ((shedder->num_newcomers || shedder->accepts_at) && (seconds < 0 || seconds > rests_s)) seconds = rests_s;
         }
       }
       sleep(for_requests, seconds);
