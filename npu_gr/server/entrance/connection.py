@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import Any, cast
 
 from aiohttp import web
@@ -27,35 +26,33 @@ from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.core.kinds import Kind, Priority
-from npu_gr.server.entrance import answers, straight
+from npu_gr.server.entrance import answers
+from npu_gr.server.entrance.answering import Answering
 from npu_gr.server.entrance.entrance import Entrance
-from npu_gr.server.entrance.framing import HEAD_END, MAX_HEAD_BYTES, Chunks, Head, granted_s, parse_head, tenant_of
+from npu_gr.server.entrance.framing import Head, granted_s, tenant_of
+from npu_gr.server.entrance.incoming import HeadTooLarge, Incoming
 from npu_gr.server.entrance.kernel_socket import KernelSocket
 from npu_gr.server.entrance.listener import Listener, State
 from npu_gr.server.entrance.pacing import RETRY_S
 from npu_gr.server.entrance.shed_library import UP_BYTES, UP_RETRIES
 from npu_gr.server.entrance.shedding import Newcomer
-from npu_gr.server.problem import problem
 
 REFUSED_AT_ONCE = 32  # pipelined requests; then the loop goes round, so that others are read, too
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served
 
 
-class Connection(web.RequestHandler):
+class Connection(Answering):
     """The protocol object of one connection."""
 
     __slots__ = (
         "_abort_handshake",
-        "_answering_since_at",
         "_came_at",
         "_came_in_pieces",
-        "_chunks",
         "_close_when_idle",
         "_closed_at",
-        "_entrance",
-        "_head",
         "_held",
         "_idle",
+        "_incoming",
         "_is_paused",
         "_is_shed",
         "_kernel",
@@ -63,10 +60,7 @@ class Connection(web.RequestHandler):
         "_read_at",
         "_request",
         "_reserved_bytes",
-        "_searched_bytes",
-        "_serving",
         "_ticket",
-        "_unread",
         "_was_paused",
         "_wire",
         "at_once_since_at",
@@ -78,9 +72,7 @@ class Connection(web.RequestHandler):
         "listener",
         "newcomer",
         "refused_at",
-        "served",
         "slot",
-        "state",
         "whole_at",
     )
 
@@ -93,14 +85,11 @@ class Connection(web.RequestHandler):
             listener: the address that it came to.
             kwargs: of aiohttp's handler.
         """
-        super().__init__(manager, **kwargs)
-        self._entrance = entrance
+        super().__init__(manager, entrance, **kwargs)
         self.listener = listener
-        self.state = State.IDLE
         self.began_at = 0.0  # when the first byte of the present request came; while idle, since when it is idle
         self.whole_at = 0.0  # when its last byte came
         self.has_s = 0.0  # what the caller granted, from then on
-        self.served = 0  # requests that were answered
         self.slot: Slot | None = None  # of the request that is served
         self.key: Key | None = None  # of the present request; None = it needs none, or its head is not whole
         self.refused_at = float("-inf")
@@ -113,19 +102,14 @@ class Connection(web.RequestHandler):
         self.is_lent = False  # to the shedder, which reads in our place
         self._is_shed = False  # a request like the present one may be refused without asking, once it was refused
         self.newcomer: Newcomer | None = None  # what the shedder says of it, until it is made
-        self._unread: bytes | bytearray = b""
-        self._searched_bytes = 0  # of a head that is not whole yet, in vain
-        self._head: Head | None = None
-        self._chunks: Chunks | None = None
+        self._incoming = Incoming()
         self._kind: Kind[Any, Any] | None = None
         self._request: bytes | bytearray = b""  # while it waits
         self._ticket: Ticket | None = None
-        self._serving: asyncio.Task[None] | None = None  # of the straight way
         self._reserved_bytes = 0
         self._held: asyncio.TimerHandle | None = None  # of the 401
         self._close_when_idle = False
         self._idle: asyncio.Future[None] | None = None
-        self._answering_since_at: float | None = None
         self._closed_at: float | None = None
         self._abort_handshake: Callable[[], object] | None = None  # while TLS shakes hands
         self._wire: asyncio.Transport | None = None  # the transport, also after aiohttp has let go of it
@@ -183,7 +167,7 @@ class Connection(web.RequestHandler):
             self._serving.cancel()
         if self._held is not None:
             self._held.cancel()
-        self._unread = b""
+        self._incoming.data = b""
         self._become_idle()
         self._kernel.detach()
         super().connection_lost(exc)
@@ -235,7 +219,7 @@ class Connection(web.RequestHandler):
 
     def can_be_lent(self) -> bool:
         """Whether nothing of a request is here, and all that was written has left."""
-        if self.state is not State.IDLE or self._unread or self._is_paused or self._close_when_idle:
+        if self.state is not State.IDLE or self._incoming.data or self._is_paused or self._close_when_idle:
             return False
         wire = self.transport
         return wire is not None and not self._force_close and not wire.is_closing() and not wire.get_write_buffer_size()
@@ -294,7 +278,7 @@ class Connection(web.RequestHandler):
         self._entrance.refusals.write()
         if self.transport is not None:
             self.transport.write(answer)
-        self._unread = b""
+        self._incoming.data = b""
         self._release()  # now: over TLS the farewell of a caller may never come
         self.force_close()
 
@@ -316,9 +300,9 @@ class Connection(web.RequestHandler):
                 since_s = min(since_s, config.write_timeout_s)
             return self.began_at + since_s, None
         if self.state is State.RECEIVING:
-            if self._head is None:
+            if self._incoming.head is None:
                 return self.began_at + config.header_timeout_s, answers.HEAD_TOO_LATE
-            granted = granted_s(self._head, config.default_budget_s, config.max_budget_s)
+            granted = granted_s(self._incoming.head, config.default_budget_s, config.max_budget_s)
             has_s = config.body_timeout_s if self._kind is None else min(granted, config.body_timeout_s)
             return self.began_at + has_s, answers.BODY_TOO_LATE
         if self._answering_since_at is not None:
@@ -338,21 +322,19 @@ class Connection(web.RequestHandler):
             return
         if self.state is State.HELD or self._force_close:  # TLS reads on until its caller has said farewell
             return
-        if not self._unread:
-            self._unread = data
+        if self._incoming.data:
+            self._incoming.add(data)
         else:
-            if isinstance(self._unread, bytes):
-                self._unread = bytearray(self._unread)
-            self._unread += data
+            self._incoming.data = data
         if self.state in (State.IDLE, State.RECEIVING):
             self._advance()
-        elif len(self._unread) > READ_AHEAD_BYTES:
+        elif len(self._incoming.data) > READ_AHEAD_BYTES:
             self._pause_transport_reading()
 
     def _advance(self) -> None:
         """Go on with the bytes that are here, as long as they hold whole requests that are refused at once."""
         num_refused = 0
-        while self._unread and self.state in (State.IDLE, State.RECEIVING):
+        while self._incoming.data and self.state in (State.IDLE, State.RECEIVING):
             if self._is_paused or self._force_close:
                 return
             if self.state is State.IDLE:
@@ -366,59 +348,48 @@ class Connection(web.RequestHandler):
                         self.at_once_since_at, idle_since_at, self.began_at
                     )
             try:
-                num_bytes = self._framed()
+                request = self._whole()
             except BadRequest as error:
                 self._entrance.broken(400)
                 self.end(answers.bad_request(str(error)))
                 return
-            if num_bytes is None:
+            except HeadTooLarge:
+                self._entrance.broken(431)
+                self.end(answers.HEAD_TOO_LARGE)
+                return
+            if request is None:
                 self._came_in_pieces = True
                 return
-            request: bytes | bytearray = self._unread
-            if len(request) == num_bytes:
-                self._unread = b""
-            else:
-                self._unread = request[num_bytes:]
-                request = request[:num_bytes]
             self._offer(request)
             num_refused += 1
-            if num_refused == REFUSED_AT_ONCE and self._unread:
+            if num_refused == REFUSED_AT_ONCE and self._incoming.data:
                 self._loop.call_soon(self._advance)
                 return
 
-    def _framed(self) -> int | None:
-        """How many bytes the request has; None = it is not whole yet, or it was refused for its key or its size.
+    def _whole(self) -> bytes | bytearray | None:
+        """Take the request that is here; None = it is not whole yet, or it was refused for its key or its size.
 
         Raises:
             BadRequest: it is no HTTP/1.1.
+            HeadTooLarge: its head is over the limit.
         """
-        head = self._head
+        head = self._incoming.head
+        is_new = head is None
         if head is None:
-            end = self._unread.find(HEAD_END, self._searched_bytes)
-            if (len(self._unread) if end < 0 else end) > MAX_HEAD_BYTES:
-                self._entrance.broken(431)
-                self.end(answers.HEAD_TOO_LARGE)
+            head = self._incoming.read_head()
+            if head is None:
                 return None
-            if end < 0:
-                self._searched_bytes = max(0, len(self._unread) - len(HEAD_END) + 1)
-                return None
-            head = self._head = parse_head(self._unread, end + len(HEAD_END))
             if self.listener.is_public:
                 self._kind = self._entrance.kind_at(head.method, head.path)
             if not self._is_welcome(head):
                 return None
-            self._chunks = Chunks(head.num_bytes) if head.is_chunked else None
-            if not self._reserve(head.body_bytes):
-                return None
-            if head.waits_for_continue and self.transport is not None:
-                self._entrance.refusals.write()
-                self.transport.write(answers.CONTINUE)
-        if self._chunks is None:
-            num_bytes = head.num_bytes + head.body_bytes
-            return num_bytes if len(self._unread) >= num_bytes else None
-        end_of_chunks = self._chunks.end(self._unread)
-        body_bytes = (end_of_chunks or len(self._unread)) - head.num_bytes
-        return end_of_chunks if self._reserve(body_bytes) else None
+        request, body_bytes = self._incoming.take()
+        if not self._reserve(body_bytes):
+            return None
+        if is_new and head.waits_for_continue and self.transport is not None:
+            self._entrance.refusals.write()
+            self.transport.write(answers.CONTINUE)
+        return request
 
     def _is_welcome(self, head: Head) -> bool:
         """Find the caller's key before the body is read; end the connection where it does not allow the request."""
@@ -448,8 +419,8 @@ class Connection(web.RequestHandler):
             self.end(answer)
             return
         self.state = State.HELD
-        self._unread = b""
-        self._head = None
+        self._incoming.data = b""
+        self._incoming.head = None
         self._pause_transport_reading()
         self._held = self._loop.call_later(after_s, self.end, answer)
 
@@ -475,7 +446,7 @@ class Connection(web.RequestHandler):
     # ---- the door
 
     def _offer(self, request: bytes | bytearray) -> None:
-        head = self._head
+        head = self._incoming.head
         kind = self._kind
         assert head is not None
         if head.closes:
@@ -501,7 +472,7 @@ class Connection(web.RequestHandler):
             self._entrance.pacer.resumed(has_hung_up=has_hung_up)
         if has_hung_up:
             self._entrance.abandoned(kind)
-            self._unread = b""
+            self._incoming.data = b""
             self._become_idle()
             self.force_close()
             return
@@ -551,21 +522,9 @@ class Connection(web.RequestHandler):
         self._ticket = None
         self.slot = slot
         request, self._request = self._request, b""
-        head = self._head
+        head = self._incoming.head
         assert head is not None
-        answer = None if head.is_chunked else self._entrance.straight.get((head.method, head.path))
-        if answer is None:
-            self._feed(request)
-            return
-        self.state = State.SERVED
-        assert self._request_factory is not None
-        try:
-            parsed = straight.parse(self, self._parser, self._request_factory, bytes(request), head.num_bytes)
-        except BadRequest as error:
-            self._entrance.broken(error.status)
-            self.end(answers.bad_request(str(error)))
-            return
-        self._serving = self._loop.create_task(self._answer(answer, parsed))
+        self._serve(request, head)
 
     def refuse(self, reason: Refusal) -> None:
         """Answer 429, and go on with the next request."""
@@ -575,7 +534,7 @@ class Connection(web.RequestHandler):
         if not self.is_trusted:
             self._entrance.pacer.refused(self, self.began_at)
         self._refuse(reason, at_once=not was_waiting)
-        if was_waiting and self._unread:
+        if was_waiting and self._incoming.data:
             self._loop.call_soon(self._advance)
 
     def _refuse(self, reason: Refusal, *, at_once: bool) -> None:
@@ -587,86 +546,25 @@ class Connection(web.RequestHandler):
         if at_once:
             self._entrance.pacer.took(self.began_at - read_at)
 
-    def _feed(self, request: bytes | bytearray) -> None:
-        self.state = State.SERVED
-        before = self._request_count
-        super().data_received(bytes(request) if isinstance(request, bytearray) else request)
-        if self._request_count != before + 1 and not self._force_close:
-            # the two saw different requests in these bytes
-            self._entrance.broken(400)
-            self.end(answers.bad_request("the request cannot be framed"))
-
-    async def _answer(self, answer: straight.Answer, request: web.Request) -> None:
-        """Let a handler answer, and write what it says; whoever hung up cancels this."""
-        try:
-            response = await answer(request)
-            self._answering_since_at = time.monotonic()
-            if self.transport is not None:
-                self.transport.write(straight.written(request, response))
-                if self.writing_paused:
-                    await self._drain_helper()
-            if straight.closes(request, response):
-                self.force_close()
-        except ConnectionError:
-            pass  # it was lost while its caller read
-        except BaseException:  # cancelled, or what no handler may do: the caller must not wait for ever
-            self.force_close()
-            raise
-        finally:
-            self._serving = None
-            self._answered()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer what aiohttp's parser refuses in our words; a caller's nonsense is no stack trace in the log."""
-        if status != HTTPStatus.BAD_REQUEST:
-            return super().handle_error(request, status, exc, message)
-        self._entrance.broken(status)
-        detail = "the request cannot be parsed" if message is None else message.partition(":")[0]
-        answer = problem(status, BadRequest.title, detail, "")
-        answer.headers["Connection"] = "close"
-        answer.force_close()
-        return answer
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        """Write the answer; then the slot is free, and the next request's turn comes."""
-        self._answering_since_at = time.monotonic()
-        try:
-            return await super().finish_response(request, resp, start_time)
-        finally:
-            self._answered()
-
     def _answered(self) -> None:
-        self._answering_since_at = None
-        self.served += 1
-        if self.state is State.SERVED:
-            self._become_idle()
-            if self._unread:
-                self._loop.call_soon(self._advance)
+        self._become_idle()
+        if self._incoming.data:
+            self._loop.call_soon(self._advance)
 
     def _become_idle(self) -> None:
         self.state = State.IDLE
         self.began_at = time.monotonic()
         self._came_in_pieces = False
-        self._searched_bytes = 0
-        self._head = None
-        self._chunks = None
+        self._incoming.head = None
         self._kind = None
         self.key = None
         self._release()
         if self.slot is not None:
             self.slot.leave()
             self.slot = None
-        if self._close_when_idle and self.transport is not None and not self._unread:
+        if self._close_when_idle and self.transport is not None and not self._incoming.data:
             self._loop.call_soon(self.force_close)  # aiohttp's `close` leaves a connection open that it has not served
-        elif self._unread and not self._is_paused:
+        elif self._incoming.data and not self._is_paused:
             self._resume_transport_reading()
         if self.is_lent and self._entrance.shedder is not None:
             self._entrance.shedder.offer(self)

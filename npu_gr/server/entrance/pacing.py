@@ -92,8 +92,8 @@ class Pacer:
             arrived_at: when its request reached the kernel.
         """
         now_at = self._clock()
-        is_long = now_at - connection.at_once_since_at > self.run_s
-        retried = is_long and arrived_at - connection.refused_at <= RETRY_S
+        is_at_once = arrived_at - connection.refused_at <= RETRY_S
+        retried = is_at_once and now_at - connection.at_once_since_at > self.run_s
         connection.refused_at = now_at
         if retried:
             self.pause(connection)

@@ -280,7 +280,7 @@ async def test_many_wrong_keys_wait_for_their_401_and_right_ones_do_not(
         assert at.count("connections", state="held") == 10
         raws[-1].send(b"x" * 100_000)  # what still comes is not kept
         assert await status_of(at, rank()) == 200
-        assert not any(connection._unread for connection in at.entrance._connections)  # type: ignore[attr-defined]
+        assert not any(connection._incoming.data for connection in at.entrance._connections)  # type: ignore[attr-defined]
 
 
 async def test_a_401_that_is_held_back_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
