@@ -30,11 +30,12 @@ POISSON = (1.0, 3.0, 10.0)  # of the capacity
 PAUSE_CLIENTS = 4
 PAUSE_TIMES = 5.0  # the capacity, in an open loop: a pause fills all its connections
 PAUSE_S = 0.110  # what a full garbage collection took
-STANDSTILL_TIMES = 10.0  # the capacity; all callers have given up when it is over, and connect anew
+STANDSTILL_TIMES = (5.0, 10.0)  # the capacity; all callers have given up when it is over, and connect anew
 STANDSTILL_S = 1.5  # longer than the client's patience
 STANDSTILL_AT_S = 1.0
 HOT_CLIENTS = 16
 SMALL_PER_S = 20.0
+LEAST_FAIR_S = 12.0  # so that a P99 is not the worst of 80
 NORMAL_S = 0.25  # after a pause or an overload
 NORMAL_AGAIN_S = 1.0  # after a standstill: as long as the client waits
 WINDOW = 4  # bins that must be as usual to call a server normal
@@ -150,27 +151,29 @@ def loads(bodies: Path, hot: Path, small: Path, capacity_per_s: float, seconds: 
             Load(name=name, group="pause", size=size, seconds=seconds, streams=(stream,), pause_at_s=seconds / 2)
         )
     still_s = STANDSTILL_AT_S + STANDSTILL_S + max(2.0, seconds - STANDSTILL_AT_S)
-    rate = STANDSTILL_TIMES * capacity_per_s
-    most = LoadStream(name="load", mode="poisson", bodies=bodies, to_s=still_s, connections=POOL, rate_per_s=rate)
-    made.append(
-        Load(
-            name=f"standstill of {STANDSTILL_S:g} s at {STANDSTILL_TIMES:g}x",
-            group="pause",
-            size=STANDSTILL_TIMES,
-            seconds=still_s,
-            streams=(most,),
-            pause_at_s=STANDSTILL_AT_S,
-            pause_s=STANDSTILL_S,
-            normal_s=NORMAL_AGAIN_S,
+    for times in STANDSTILL_TIMES:
+        rate = times * capacity_per_s
+        most = LoadStream(name="load", mode="poisson", bodies=bodies, to_s=still_s, connections=POOL, rate_per_s=rate)
+        made.append(
+            Load(
+                name=f"standstill of {STANDSTILL_S:g} s at {times:g}x, {rate:.0f}/s",
+                group="pause",
+                size=times,
+                seconds=still_s,
+                streams=(most,),
+                pause_at_s=STANDSTILL_AT_S,
+                pause_s=STANDSTILL_S,
+                normal_s=NORMAL_AGAIN_S,
+            )
         )
-    )
+    fair_s = max(seconds, LEAST_FAIR_S)
     tenant = LoadStream(
-        name="load", mode="bursts", bodies=small, to_s=seconds, connections=16, burst_size=1, every_s=1 / SMALL_PER_S
+        name="load", mode="bursts", bodies=small, to_s=fair_s, connections=16, burst_size=1, every_s=1 / SMALL_PER_S
     )
-    crowd = LoadStream(name="hot", mode="closed", bodies=hot, to_s=seconds, connections=HOT_CLIENTS)
+    crowd = LoadStream(name="hot", mode="closed", bodies=hot, to_s=fair_s, connections=HOT_CLIENTS)
     for name, streams in (("quiet", (tenant,)), (f"beside {HOT_CLIENTS} hot clients", (tenant, crowd))):
         made.append(
-            Load(name=f"small tenant, {name}", group="fair", size=len(streams), seconds=seconds, streams=streams)
+            Load(name=f"small tenant, {name}", group="fair", size=len(streams), seconds=fair_s, streams=streams)
         )
     return made
 

@@ -142,8 +142,15 @@ def test_every_load_of_the_issue_is_there(tmp_path: Path) -> None:
     assert [load.streams[0].rate_per_s for load in poisson] == [800.0, 2400.0, 8000.0]
     assert all(load.seconds == 60.0 for load in poisson)
     pauses = [load.streams[0] for load in made if load.group == "pause"]
-    assert [(s.mode, s.rate_per_s) for s in pauses] == [("closed", 0.0), ("poisson", 4000.0), ("poisson", 8000.0)]
-    assert [len(load.streams) for load in made if load.group == "fair"] == [1, 2]
+    assert [(s.mode, s.rate_per_s) for s in pauses] == [
+        ("closed", 0.0),
+        ("poisson", 4000.0),
+        ("poisson", 4000.0),
+        ("poisson", 8000.0),
+    ]
+    fair = [load for load in made if load.group == "fair"]
+    assert [len(load.streams) for load in fair] == [1, 2]
+    assert all(stream.to_s == load.seconds == 12.0 for load in fair for stream in load.streams)
 
 
 def test_references_stand_around_the_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
