@@ -78,14 +78,16 @@ class Answers:
 class OpenLoop:
     """Sends requests at a fixed rate while a block runs."""
 
-    def __init__(self, url: str, make: Callable[[int], Ask], per_s: float) -> None:
+    def __init__(self, url: str, make: Callable[[int], Ask], per_s: float, *, connects_anew: bool = False) -> None:
         """Send nothing yet.
 
         Args:
             url: of the instance.
             make: the n-th request.
             per_s: how many a second.
+            connects_anew: each has a connection of its own.
         """
+        self._connects_anew = connects_anew
         self._url = url
         self._make = make
         self._period_s = 1 / per_s
@@ -95,7 +97,7 @@ class OpenLoop:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[OpenLoop]:
         """Send while the block runs, and wait for the answers."""
-        connector = aiohttp.TCPConnector(limit=0, force_close=False)
+        connector = aiohttp.TCPConnector(limit=0, force_close=self._connects_anew)
         async with aiohttp.ClientSession(connector=connector) as http:
             sender = asyncio.create_task(self._send_all(http))
             try:

@@ -17,7 +17,7 @@ import pytest
 
 from npu_gr.bench.door_client import BIN_S, LoadStream, Pause, StreamCounts
 from npu_gr.bench.door_servers import ADMISSION_OFF
-from tests.chaos.open_loop import LOST, Answers, Ask, send
+from tests.chaos.open_loop import LOST, Answers, Ask, OpenLoop, send
 from tests.chaos.rig import (
     Bodies,
     Instance,
@@ -37,6 +37,8 @@ WELL_AGAIN_S = 0.25  # after a pause
 STALLED_AT_S = 1.0
 MOST_STRANGERS = 400  # connections that are held open at once
 STANDSTILL_S = 1.5  # longer than the client's patience
+NEW_PER_S = 20.0  # callers who connect anew
+NEW_WAIT_S = 2.0  # a second in the kernel's queue, and the budget
 STALL_S = 0.3  # at four times the capacity it fills all connections
 WELL_AGAIN_UNDER_LOAD_S = 2.5  # while the load lasts: what has come meanwhile is refused first
 ABLE_PER_S = 400.0  # with fewer, the objective is nearly over when those who are inside have left
@@ -251,17 +253,28 @@ def strangers(port: int) -> Iterator[list[int]]:
 async def test_a_flood_of_connections_leaves_most_of_what_an_overload_leaves(
     scale: Scale, bodies: Bodies, instance: Instance
 ) -> None:
-    """To accept a stranger costs a quarter of a rank, so few of them are let near the event loop."""
+    """To accept a stranger costs a quarter of a rank, so few of them are let near the event loop.
+
+    Callers who connect anew wait among them, and are answered: what they wait for is the kernel's queue.
+    """
     most_per_s = answered_per_s(await reference(instance, bodies))
     load = LoadStream(
         name="load", mode="poisson", bodies=bodies.path, to_s=scale.load_s, connections=256, rate_per_s=6 * most_per_s
     )
     before = (await drive_all(instance, [load])).stream("load")
+    callers = OpenLoop(
+        instance.url, lambda number: Ask(body=bodies.ranks[number % len(bodies.ranks)]), NEW_PER_S, connects_anew=True
+    )
     with strangers(instance.port) as count:
-        beside = (await drive_all(instance, [load])).stream("load")
+        async with callers.running():
+            from_at = time.monotonic()
+            beside = (await drive_all(instance, [load])).stream("load")
+            new = await callers.between(from_at, time.monotonic())
     assert count[0] > 100 * scale.load_s, "this is no flood"
     assert beside.good_per_s >= 0.35 * before.good_per_s, (beside.good_per_s, before.good_per_s, count)
     assert not beside.timeouts
+    new.check(scale.most_failed, 429, 504)
+    assert new.quantile_s(0.9) <= NEW_WAIT_S, new.statuses
 
 
 @each_scale
