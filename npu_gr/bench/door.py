@@ -8,12 +8,11 @@ that others share a load says little once: `repeats` runs all of them in turn, a
 
     closed loop   clients that send again at once, also after a 429
     bursts        a quarter of the capacity, in clumps
-    poisson       1, 3 and 10 times the capacity; the worst second beside the mean
+    poisson       1, 3 and 10 times the capacity; the worst second beside the mean; what refusals take: `door_costs.py`
     pause         the process is stopped for 110 ms; when is it normal again
     fair          a tenant of 20/s beside another's hot clients
     flood         a tenant that floods signals, beside one that signals and ranks: `door_flood.py`
-    refusals      how much of a core they take: `door_costs.py`
-    density       ranks a core at an equal P99, beside FastAPI and LitServe with the same model
+    density       ranks a core at an equal P99, beside FastAPI and LitServe with the same model: `door_costs.py`
 
 Source of the targets: goodput under overload over its peak, as in overload control of interactive services.
 """
@@ -23,13 +22,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from npu_gr.bench import door_lines
 from npu_gr.bench.door_client import LoadStream, compiled, drive
-from npu_gr.bench.door_costs import HEAVY_CANDIDATES, Density, density, refusal_cost
+from npu_gr.bench.door_costs import Density, RefusalCost, density, refusal_cost
 from npu_gr.bench.door_flood import OVERRIDES as FLOODED
 from npu_gr.bench.door_flood import run_flood
 from npu_gr.bench.door_loads import REFERENCE_CLIENTS, LoadRun, loads, run
@@ -51,7 +50,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.service.config import load as load_config
 
-PARTS = ("closed", "bursts", "poisson", "pause", "fair", "flood", "refusals", "density")
+PARTS = ("closed", "bursts", "poisson", "pause", "fair", "flood", "density")
 ON = "as configured"
 OFF = "admission off"
 MOST_LOAD_S = 8.0  # of loads that are not Poisson, also in the long form
@@ -84,7 +83,6 @@ class _Bodies:
     ranks: Path
     hot: Path
     small: Path
-    heavy: Path
 
 
 def lines(options: DoorOptions) -> Iterator[Line]:
@@ -108,10 +106,6 @@ def lines(options: DoorOptions) -> Iterator[Line]:
             ranks=write_bodies(folder / "ranks", ranks),
             hot=write_bodies(folder / "hot", traffic.bodies(model, "hot", options.seed + 1)),
             small=write_bodies(folder / "small", traffic.bodies(model, "small", options.seed + 2)[:32]),
-            heavy=write_bodies(
-                folder / "heavy",
-                replace(traffic, num_candidates=HEAVY_CANDIDATES, num_users=8).bodies(model, "heavy", options.seed + 3),
-            ),
         )
         if "flood" in options.parts:
             with our_server("flood", options.config, checkpoint, folder, (*options.overrides, *FLOODED)) as server:
@@ -133,9 +127,8 @@ def lines(options: DoorOptions) -> Iterator[Line]:
         repeats = [_runs(options, servers, bodies, capacity_per_s, goal_s) for _ in range(options.repeats)]
         names = list(options.ablations)
         yield from door_lines.of_repeats([list(door_lines.of_loads(one, case, (ON, OFF), names)) for one in repeats])
-        if "refusals" in options.parts:
-            cost = refusal_cost(servers[ON], bodies.heavy, bodies.ranks, 2.0, options.seed)
-            yield door_lines.of_refusals(cost, [found[ON] for runs in repeats for found in runs])
+        if "poisson" in options.parts:
+            yield door_lines.of_refusals(_refusal_cost(repeats), [found[ON] for runs in repeats for found in runs])
         if "density" in options.parts:
             with ExitStack() as peers:
                 yield from _density(options, servers, checkpoint, folder, bodies.ranks, ranks[:CHECKED], goal_s, peers)
@@ -188,6 +181,13 @@ def _runs(
             _tell(f"{load.name}, {name}: {rows[name].main.good_per_s:.0f}/s in time")
         found.append(rows)
     return found
+
+
+def _refusal_cost(repeats: Sequence[list[dict[str, LoadRun]]]) -> RefusalCost | None:
+    """The median of what a refusal took between the last two open loops of each time."""
+    open_loops = [[found[ON] for found in runs if found[ON].load.group == "poisson"] for runs in repeats]
+    costs = [cost for *_, less, more in open_loops if (cost := refusal_cost(less, more)) is not None]
+    return sorted(costs)[(len(costs) - 1) // 2] if costs else None
 
 
 def _density(

@@ -1,9 +1,8 @@
-"""Two costs that `npu-gr bench door` measures by CPU time: a core's ranks at an equal P99, and one refusal.
+"""Two costs that `npu-gr bench door` measures by CPU time: a core's ranks at an equal P99, and one more refusal.
 
-**A refusal**, with little served: `HEAVY_CLIENTS` ask for the scores of `HEAVY_CANDIDATES` candidates. They fill every
-place and keep the device busy for many objectives, so nearly all ordinary ranks that come beside them are refused. Of
-the time that the event loop's thread takes meanwhile, what it takes for the served ones is left out: an ordinary and a
-heavy rank are measured alone before, when nothing is refused. The rest, over the refusals, is the cost of one.
+**A refusal**: of two open loops, one has more refusals than the other. Of the CPU time that all of the server's threads
+take more in it, what the ranks take that it answers more, or fewer, is left out: a rank's is that of the references
+around both. The rest, over the refusals more, is the cost of one.
 """
 
 from __future__ import annotations
@@ -12,15 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from npu_gr.bench.door_client import LoadStream, StreamCounts, drive
-from npu_gr.bench.door_loads import REFERENCE_CLIENTS
+from npu_gr.bench.door_loads import LoadRun
 from npu_gr.bench.door_servers import Server
 
 CLIENTS = (1, 2, 4, 8, 16, 32, 64)  # of closed loops, until the P99 is over the goal
-HEAVY_CLIENTS = 8
-HEAVY_CANDIDATES = 10_000
-PROBE_PER_S = 1_500.0
-LEAST_REFUSED = 200  # of a probe; fewer say nothing
-ALONE_S = 1.0  # of the heavy clients, before the ordinary ranks
+LEAST_REFUSED = 200  # more in one load than in the other; fewer say nothing
 
 
 class Density(NamedTuple):
@@ -33,11 +28,11 @@ class Density(NamedTuple):
 
 
 class RefusalCost(NamedTuple):
-    """What one refusal takes of the event loop's thread."""
+    """What one more refusal takes of a server."""
 
     cpu_s: float
-    refused_per_s: float  # in the probe
-    served_per_s: float  # in the probe, heavy ones included
+    from_per_s: float  # refused in one load
+    to_per_s: float  # and in the other
 
 
 def density(server: Server, bodies: Path, seconds: float, goal_s: float, seed: int) -> Density | None:
@@ -69,48 +64,23 @@ def density(server: Server, bodies: Path, seconds: float, goal_s: float, seed: i
     return best
 
 
-def refusal_cost(server: Server, heavy: Path, bodies: Path, seconds: float, seed: int) -> RefusalCost | None:
+def refusal_cost(less: LoadRun, more: LoadRun) -> RefusalCost | None:
     """Measure a refusal; see the module's text.
 
     Args:
-        server: ours; nobody else asks it.
-        heavy: bodies of `HEAVY_CANDIDATES` candidates.
-        bodies: of ordinary ranks.
-        seconds: of the refusals.
-        seed: of arrivals.
+        less, more: open loops on one server.
 
     Returns:
-        The cost; None = too few were refused to tell.
+        The cost; None = too few more are refused to tell.
     """
-    rank_s = _loop_s(server, bodies, REFERENCE_CLIENTS)
-    heavy_s = _loop_s(server, heavy, 1)
-    hog = LoadStream(name="hog", mode="closed", bodies=heavy, to_s=ALONE_S, connections=HEAVY_CLIENTS)
-    probe = LoadStream(
-        name="probe",
-        mode="poisson",
-        bodies=bodies,
-        from_s=ALONE_S,
-        to_s=ALONE_S + seconds,
-        connections=256,
-        rate_per_s=PROBE_PER_S,
-    )
-    streams = [hog, hog.moved("heavy", ALONE_S, ALONE_S + seconds), probe]
-    report = drive(server.port, streams, watch=server.pids, seed=seed, deadline_s=2.0)
-    asked = report.stream("probe")
-    hogs = report.stream("heavy")
-    refused = asked.refused + hogs.refused
-    if refused < LEAST_REFUSED:
+    num_more = more.main.refused - less.main.refused
+    if num_more < LEAST_REFUSED:
         return None
-    rest_s = asked.main_thread_cpu_s - _served(asked) * rank_s - _served(hogs) * heavy_s
-    return RefusalCost(max(rest_s, 0.0) / refused, refused / seconds, (_served(asked) + _served(hogs)) / seconds)
-
-
-def _loop_s(server: Server, bodies: Path, clients: int) -> float:
-    """Seconds that the event loop's thread takes for one of these ranks, when it serves nothing else."""
-    stream = LoadStream(name="load", mode="closed", bodies=bodies, from_s=0.3, to_s=1.3, connections=clients)
-    warm = stream.moved("warm", 0.0, 0.3)
-    counts = drive(server.port, [warm, stream], watch=server.pids, deadline_s=2.0).stream("load")
-    return counts.main_thread_cpu_s / max(_served(counts), 1)
+    around = [found.client.stream(name) for found in (less, more) for name in ("before", "after")]
+    rank_s = sum(counts.server_cpu_s for counts in around) / max(sum(map(_served, around)), 1)
+    served_more = _served(more.main) - _served(less.main)
+    rest_s = more.main.server_cpu_s - less.main.server_cpu_s - served_more * rank_s
+    return RefusalCost(max(rest_s, 0.0) / num_more, less.refused_per_s, more.refused_per_s)
 
 
 def _served(counts: StreamCounts) -> int:

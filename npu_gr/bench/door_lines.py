@@ -119,7 +119,7 @@ def of_refusals(cost: RefusalCost | None, runs: Sequence[LoadRun]) -> Line:
     share = 0.0 if not refused_per_s else cpu_s * refused_per_s
     told = "too few refused to tell the cost"
     if cost is not None:
-        told = f"{cpu_s * 1e6:.0f} us each, at {cost.refused_per_s:.0f}/s refused and {cost.served_per_s:.0f}/s served"
+        told = f"{cpu_s * 1e6:.1f} us each from {cost.from_per_s:.0f} to {cost.to_per_s:.0f}/s"
     return _line(
         f"refusals: {refused_per_s:.0f}/s at most ({name}), {told}",
         share * 100,

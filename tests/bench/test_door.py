@@ -13,7 +13,7 @@ import pytest
 from npu_gr.bench import door, door_costs, door_loads
 from npu_gr.bench.door import DoorOptions, lines
 from npu_gr.bench.door_client import ClientReport, ClientTimes, LoadStream, StreamCounts
-from npu_gr.bench.door_costs import density, refusal_cost
+from npu_gr.bench.door_costs import density
 from npu_gr.bench.door_servers import (
     PEERS,
     Server,
@@ -90,16 +90,17 @@ def test_a_peer_has_the_same_model(name: str, checkpoint: Path, bodies: list[dic
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_from_start_to_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_loads, "CLOSED", (2,))
+    monkeypatch.setattr(door_loads, "POISSON", (1.0, 2.0))
     monkeypatch.setattr(door, "CAPACITY_S", 0.3)
     options = DoorOptions(
         config=CONFIG,
         checkpoint=checkpoint,
         traffic=TRAFFIC,
-        parts=("closed", "refusals"),
+        parts=("closed", "poisson"),
         with_peers=False,
         seconds=0.2,
     )
-    goodput, normal, reference, refusals = lines(options)
+    goodput, normal, reference, *_, refusals = lines(options)
     assert goodput.case.startswith("closed loop of 2: ")
     assert "hits 100%" in goodput.case
     assert goodput.ours > 0
@@ -131,23 +132,3 @@ def test_density_is_the_best_before_the_goal_is_missed(monkeypatch: pytest.Monke
     assert best is not None
     assert (best.clients, best.ranks_per_core_s, best.ranks_per_s) == (2, 300.0, 150.0)
     assert asked == [1, 2, 4, 8]
-
-
-@pytest.mark.parametrize(("refused", "cost_s"), [(1000, 100e-6), (150, None)])
-def test_a_refusal_costs_what_the_loop_takes_more(
-    monkeypatch: pytest.MonkeyPatch, refused: int, cost_s: float | None
-) -> None:
-    """An ordinary rank takes the loop .5 ms, a heavy one 10 ms, alone; of .35 s then, 100 and 20 of them take .25 s."""
-
-    def drive(_port: int, streams: list[LoadStream], **_more: Any) -> ClientReport:
-        name = streams[-1].name
-        is_heavy = streams[-1].bodies == Path("h")
-        alone = counts("load", in_time=10, late=10, main_thread_cpu_s=0.2)
-        usual = counts("load", in_time=1000, main_thread_cpu_s=0.5)
-        probe = counts("probe", in_time=60, late=40, refused=refused - 20, main_thread_cpu_s=0.35)
-        found = {"load": [alone if is_heavy else usual], "probe": [counts("heavy", late=20, refused=20), probe]}
-        return ClientReport(cpu_s=0.0, ran_s=1.0, late_tick_ms=NO_TIMES, streams=found[name])
-
-    monkeypatch.setattr(door_costs, "drive", drive)
-    cost = refusal_cost(Server(name="x", port=1, pids=(1,)), Path("h"), Path("b"), 2.0, 0)
-    assert (None if cost is None else cost.cpu_s) == (cost_s if cost_s is None else pytest.approx(cost_s))

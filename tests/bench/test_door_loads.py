@@ -12,7 +12,7 @@ import pytest
 from npu_gr.bench import door_loads
 from npu_gr.bench.door import parse_ablations
 from npu_gr.bench.door_client import BIN_S, ClientReport, ClientTimes, LoadStream, StreamCounts
-from npu_gr.bench.door_costs import Density, RefusalCost
+from npu_gr.bench.door_costs import Density, RefusalCost, refusal_cost
 from npu_gr.bench.door_lines import of_density, of_loads, of_refusals, of_repeats
 from npu_gr.bench.door_loads import (
     AFTER_S,
@@ -249,12 +249,28 @@ def test_the_small_tenant_is_compared_with_itself_alone() -> None:
 
 def test_refusals_are_counted_times_their_cost() -> None:
     runs = [made("closed", 64, 900, refused=1000), made("closed", 256, 900, refused=4000)]
-    cheap = of_refusals(RefusalCost(2e-5, 900.0, 3.0), runs)
+    cheap = of_refusals(RefusalCost(2e-5, 900.0, 3000.0), runs)
     assert cheap.ours == pytest.approx(4.0)  # 2,000/s x 20 us
     assert cheap.ok is True
-    assert of_refusals(RefusalCost(3e-5, 900.0, 3.0), runs).ok is False
+    assert of_refusals(RefusalCost(3e-5, 900.0, 3000.0), runs).ok is False
     assert of_refusals(None, runs).ok is False  # refused, at a cost that nobody knows
     assert of_refusals(None, [made("closed", 4, 9)]).ok is True
+
+
+@pytest.mark.parametrize(("refused", "cost_s"), [(3000, 100e-6), (1150, None)])
+def test_a_refusal_costs_what_the_server_takes_more(refused: int, cost_s: float | None) -> None:
+    """A rank takes 1 ms, by the references; of 1.1 s more, 900 ranks more take .9."""
+    around = [counts(name=name, in_time=500, late=500, server_cpu_s=1.0) for name in ("before", "after")]
+
+    def open_loop(refused: int, served: int, cpu_s: float) -> LoadRun:
+        found = made("poisson", 3.0, served, refused=refused, server_cpu_s=cpu_s)
+        client = ClientReport(cpu_s=0.1, ran_s=4.0, late_tick_ms=times(), streams=[found.main, *around])
+        return replace(found, client=client, load=replace(found.load, streams=(STREAM,)))
+
+    cost = refusal_cost(open_loop(1000, 100, 0.5), open_loop(refused, 1000, 1.6))
+    assert (None if cost is None else cost.cpu_s) == (cost_s if cost_s is None else pytest.approx(cost_s))
+    if cost is not None:
+        assert (cost.from_per_s, cost.to_per_s) == (500.0, 1500.0)
 
 
 def test_density_is_measured_by_the_better_peer() -> None:
