@@ -41,8 +41,8 @@ class Answering(web.RequestHandler):
         """Write an answer and close."""
         raise NotImplementedError
 
-    def _answered(self) -> None:
-        """Go on: the answer was written, or there is none."""
+    def _go_on(self) -> None:
+        """Begin with the next request: the answer was written, or there is none."""
         raise NotImplementedError
 
     def _serve(self, request: bytes | bytearray, head: Head) -> None:
@@ -89,7 +89,7 @@ class Answering(web.RequestHandler):
             raise
         finally:
             self._serving = None
-            self._has_answered()
+            self._answered()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -99,13 +99,13 @@ class Answering(web.RequestHandler):
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._has_answered()
+            self._answered()
 
-    def _has_answered(self) -> None:
+    def _answered(self) -> None:
         self._answering_since_at = None
         self.served += 1
         if self.state is State.SERVED:
-            self._answered()
+            self._go_on()
 
     def handle_error(
         self,

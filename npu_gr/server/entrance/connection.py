@@ -546,7 +546,7 @@ class Connection(Answering):
         if at_once:
             self._entrance.pacer.took(self.began_at - read_at)
 
-    def _answered(self) -> None:
+    def _go_on(self) -> None:
         self._become_idle()
         if self._incoming.data:
             self._loop.call_soon(self._advance)
