@@ -265,7 +265,7 @@ def test_a_refusal_costs_what_the_server_takes_more(refused: int, cost_s: float 
     def open_loop(refused: int, served: int, cpu_s: float) -> LoadRun:
         found = made("poisson", 3.0, served, refused=refused, server_cpu_s=cpu_s)
         client = ClientReport(cpu_s=0.1, ran_s=4.0, late_tick_ms=times(), streams=[found.main, *around])
-        return replace(found, client=client, load=replace(found.load, streams=(STREAM,)))
+        return replace(found, client=client)
 
     cost = refusal_cost(open_loop(1000, 100, 0.5), open_loop(refused, 1000, 1.6))
     assert (None if cost is None else cost.cpu_s) == (cost_s if cost_s is None else pytest.approx(cost_s))
