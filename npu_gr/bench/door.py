@@ -9,7 +9,7 @@ that others share a load says little once: `repeats` runs all of them in turn, a
     closed loop   clients that send again at once, also after a 429
     bursts        a quarter of the capacity, in clumps
     poisson       1, 3 and 10 times the capacity; the worst second beside the mean; what refusals take: `door_costs.py`
-    pause         the process is stopped for 110 ms; when is it normal again
+    pause         the process is stopped for 110 ms, or until all callers have given up; when is it normal again
     fair          a tenant of 20/s beside another's hot clients
     flood         a tenant that floods signals, beside one that signals and ranks: `door_flood.py`
     density       ranks a core at an equal P99, beside FastAPI and LitServe with the same model: `door_costs.py`

@@ -71,16 +71,16 @@ def refusal_cost(less: LoadRun, more: LoadRun) -> RefusalCost | None:
         less, more: open loops on one server.
 
     Returns:
-        The cost; None = too few more are refused to tell.
+        The cost; None = too few more are refused to tell, or it would be none.
     """
     num_more = more.main.refused - less.main.refused
-    if num_more < LEAST_REFUSED:
-        return None
     around = [found.client.stream(name) for found in (less, more) for name in ("before", "after")]
     rank_s = sum(counts.server_cpu_s for counts in around) / max(sum(map(_served, around)), 1)
     served_more = _served(more.main) - _served(less.main)
     rest_s = more.main.server_cpu_s - less.main.server_cpu_s - served_more * rank_s
-    return RefusalCost(max(rest_s, 0.0) / num_more, less.refused_per_s, more.refused_per_s)
+    if num_more < LEAST_REFUSED or rest_s <= 0:
+        return None
+    return RefusalCost(rest_s / num_more, less.refused_per_s, more.refused_per_s)
 
 
 def _served(counts: StreamCounts) -> int:

@@ -109,7 +109,7 @@ def of_refusals(cost: RefusalCost | None, runs: Sequence[LoadRun]) -> Line:
     """The line of the most refusals a second of all loads, times what one takes.
 
     Args:
-        cost: of a refusal; None = too few to tell.
+        cost: of a refusal; None = it cannot be told.
         runs: of the server as configured.
     """
     most = max(runs, key=lambda found: found.refused_per_s, default=None)
@@ -117,7 +117,7 @@ def of_refusals(cost: RefusalCost | None, runs: Sequence[LoadRun]) -> Line:
     name = "no load" if most is None else most.load.name
     cpu_s = math.nan if cost is None else cost.cpu_s
     share = 0.0 if not refused_per_s else cpu_s * refused_per_s
-    told = "too few refused to tell the cost"
+    told = "what one takes cannot be told"
     if cost is not None:
         told = f"{cpu_s * 1e6:.1f} us each from {cost.from_per_s:.0f} to {cost.to_per_s:.0f}/s"
     return _line(

@@ -257,9 +257,11 @@ def test_refusals_are_counted_times_their_cost() -> None:
     assert of_refusals(None, [made("closed", 4, 9)]).ok is True
 
 
-@pytest.mark.parametrize(("refused", "cost_s"), [(3000, 100e-6), (1150, None)])
-def test_a_refusal_costs_what_the_server_takes_more(refused: int, cost_s: float | None) -> None:
-    """A rank takes 1 ms, by the references; of 1.1 s more, 900 ranks more take .9."""
+@pytest.mark.parametrize(
+    ("refused", "cpu_s", "cost_s"), [(3000, 1.6, 100e-6), (1150, 1.6, None), (3000, 1.4, None), (3000, 0.4, None)]
+)
+def test_a_refusal_costs_what_the_server_takes_more(refused: int, cpu_s: float, cost_s: float | None) -> None:
+    """A rank takes 1 ms, by the references; of 1.1 s more, 900 ranks more take .9. No cost at all tells nothing."""
     around = [counts(name=name, in_time=500, late=500, server_cpu_s=1.0) for name in ("before", "after")]
 
     def open_loop(refused: int, served: int, cpu_s: float) -> LoadRun:
@@ -267,7 +269,7 @@ def test_a_refusal_costs_what_the_server_takes_more(refused: int, cost_s: float 
         client = ClientReport(cpu_s=0.1, ran_s=4.0, late_tick_ms=times(), streams=[found.main, *around])
         return replace(found, client=client)
 
-    cost = refusal_cost(open_loop(1000, 100, 0.5), open_loop(refused, 1000, 1.6))
+    cost = refusal_cost(open_loop(1000, 100, 0.5), open_loop(refused, 1000, cpu_s))
     assert (None if cost is None else cost.cpu_s) == (cost_s if cost_s is None else pytest.approx(cost_s))
     if cost is not None:
         assert (cost.from_per_s, cost.to_per_s) == (500.0, 1500.0)
