@@ -6,9 +6,10 @@
                '-- 401, 403, 408, 413
 
 aiohttp sees whole requests only. So a body that arrives slowly holds no place, a request that is refused was never
-parsed, and a handler never waits for its caller. What took a place goes the straight way (`straight.py`), everything
-else through aiohttp's own loop. The key is checked as soon as the head is here: whoever has none
-sends no body. Requests that the table of kinds does not have (health, metrics, administration) need no place.
+parsed, and a handler never waits for its caller. The bytes that wait are in `incoming.py`. What took a place goes the
+straight way (`straight.py`), everything else through aiohttp's own loop (both in `answering.py`). The key is checked as
+soon as the head is here: whoever has none sends no body. Requests that the table of kinds does not have (health,
+metrics, administration) need no place.
 """
 
 from __future__ import annotations
