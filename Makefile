@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE # some containers set it; hundreds of processes would each compile all that they import
 
-CODE := npu_gr tests ops setup.py dashboards docs .ci/check_files
+CODE := npu_gr benchmarks tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
 .PHONY: docs demo test lint format ruff types words native files security images lock proto sbom packages bench monitor can-monitor acceptance-npu kernels clean
@@ -33,7 +33,7 @@ ruff: $(VENV)/installed
 	$(BIN)/ruff format --check $(CODE)
 
 types: $(VENV)/installed
-	$(BIN)/mypy npu_gr tests ops setup.py
+	$(BIN)/mypy npu_gr benchmarks tests ops setup.py
 	$(BIN)/lint-imports
 
 words: $(VENV)/installed
@@ -109,7 +109,7 @@ can-monitor:
 	[ -z "$$lacks" ] || { printf "make monitor lacks\n$$lacks"; exit 1; }
 
 bench: $(VENV)/installed
-	$(BIN)/npu-gr bench rank
+	$(BIN)/python -m benchmarks rank
 
 # On a machine with an Ascend NPU, CANN's set_env.sh sourced, torch_npu beside torch, the operators built (docs/ascend.md):
 # every operator and whole requests in processes of their own, times, and a file for a report; then the tests marked npu

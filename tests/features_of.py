@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.feature_schema.columns import OneRow
-from npu_gr.feature_schema.schema import OFS, Feature, Of
+from npu_gr.core.feature_schema.columns import OneRow
+from npu_gr.core.feature_schema.schema import OFS, Feature, Of
 
 NAMES = ("fr", "de", "nl")
 

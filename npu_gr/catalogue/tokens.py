@@ -28,9 +28,9 @@ from msgspec.structs import replace
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.core.arrays import I64, largest, smallest
 from npu_gr.core.errors import Unprocessable
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, ModelFeatures, OneRow
+from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import Events, HistoryReport
-from npu_gr.feature_schema.columns import NO_COLUMNS, ModelFeatures, OneRow
-from npu_gr.feature_schema.encode import Encoded
 
 NO_FEATURES = ModelFeatures()
 NO_NEW_ROW = 1 << 62  # beyond every row

@@ -9,7 +9,6 @@ from typing import Any
 import click
 
 from npu_gr import __version__
-from npu_gr.cli.bench import bench
 from npu_gr.cli.config import config
 from npu_gr.cli.consume import consume
 from npu_gr.cli.data import load
@@ -65,7 +64,7 @@ def main(log_level: str, **calling: str | None) -> None:
 for _command in (
     *(prepare, init, serve, route, check_config, config, keys, fleet),
     *(train, load, import_, consume, store, replay, record, erase_check),
-    *(simulate, bench, calibrate, doctor, build_ops),
+    *(simulate, calibrate, doctor, build_ops),
     *(dashboards, bundle, proto, judge, demo, monitor),
 ):
     main.add_command(_command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 LINES = {
-    "bench": "Measure parts of it, and compare them with others.",
     "bench cascade": "Recommend end to end, with and without the relay.",
     "bench door": "What is answered in time under any load: minutes.",
     "bench generate": "Beam search against dense search and transformers.",

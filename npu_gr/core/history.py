@@ -12,7 +12,7 @@ import xxhash
 
 from npu_gr.core.arrays import I16, I64
 from npu_gr.core.errors import StoreFault
-from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, OneRow
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 
 
 class UserKey(NamedTuple):

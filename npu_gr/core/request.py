@@ -13,8 +13,8 @@ from msgspec import field
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import NpuGrError, RequestError
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, Write, Written
-from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 
 
 class Request(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from npu_gr.core.arrays import I64
-from npu_gr.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.schema import Feature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -25,9 +25,9 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.served import AttentionWay
 from npu_gr.engine.attention_check import Observed, cases, observe, refusal
+from npu_gr.engine.kv.layout import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
-from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from torch import Tensor
 from npu_gr.backend.tiles import TILE_TOKENS
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import PageRun
 
 MOST_PAGES = 8  # of a trial's that the check uses
 MOST_CANDIDATES = 40

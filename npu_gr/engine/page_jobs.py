@@ -13,10 +13,10 @@ from typing import NamedTuple
 from npu_gr.backend.base import Backend
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.job import JobOrder, JobResult
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import PageRun
 from npu_gr.engine.quantile import RunningQuantile
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import PageRun
 
 LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this
 # A model that is proven and warmed up beside a serving one submits one job after the other, each to be done by then:

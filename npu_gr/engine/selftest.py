@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DeviceError
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import PageRun
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}  # of the logits' standard deviation
 _FAR = float("inf")

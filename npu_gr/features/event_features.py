@@ -19,9 +19,9 @@ import numpy as np
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, widened
+from npu_gr.core.feature_schema.encode import F32, U64
 from npu_gr.core.history import Events
-from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, widened
-from npu_gr.feature_schema.encode import F32, U64
 from npu_gr.features.checksum import damaged
 
 RUN_EVENTS = 256  # of a run at most: one event with many values makes the rows of these wide, and no others

@@ -10,11 +10,11 @@ import numpy as np
 
 from npu_gr.core.arrays import I16
 from npu_gr.core.errors import DataError, NpuGrError, StoreFailed
+from npu_gr.core.feature_schema.columns import Columns, as_columns
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.core.names import value_name
 from npu_gr.core.words import cut
-from npu_gr.feature_schema.columns import Columns, as_columns
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.interactions import Interactions
 
 BATCH_USERS = 256

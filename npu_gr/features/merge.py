@@ -14,8 +14,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from npu_gr.core.arrays import I64
+from npu_gr.core.feature_schema.columns import Columns, widened
 from npu_gr.core.history import Events
-from npu_gr.feature_schema.columns import Columns, widened
 from npu_gr.features.base import EVENT, pack
 
 

@@ -13,9 +13,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from npu_gr.core.feature_schema.columns import OneRow
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.shares import Account, Shares
-from npu_gr.feature_schema.columns import OneRow
 from npu_gr.features.base import StoredHistory
 
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import xxhash
 
 from npu_gr.core.errors import StoreFailed
+from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events
-from npu_gr.feature_schema.columns import Columns
 from npu_gr.features.checksum import CHECKED, U64, damaged, mix
 from npu_gr.features.event_features import RunLayout, pack_runs, place_rows, places_of, read_layout, read_rows
 

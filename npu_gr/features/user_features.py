@@ -21,11 +21,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from npu_gr.core.errors import StoreFailed, StoreFault
+from npu_gr.core.feature_schema.columns import OneRow, Value
+from npu_gr.core.feature_schema.encode import as_column
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesOrigin, UserFeaturesSource, UserKey
 from npu_gr.core.words import cut
-from npu_gr.feature_schema.columns import OneRow, Value
-from npu_gr.feature_schema.encode import as_column
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.guarded import Lane, StoreObserver
 from npu_gr.features.source import FeatureSource, SourceConfig
 

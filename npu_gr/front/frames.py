@@ -26,9 +26,9 @@ import xxhash
 
 from npu_gr import __version__
 from npu_gr.admission.config import AdmissionConfig
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.kinds import KINDS, Kind, Scored
 from npu_gr.core.served import ModelInfo
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.front.wire import ErrorOut, Wire, decoder, encoder, wire_of
 from npu_gr.metrics.registry.deltas import Delta
 from npu_gr.metrics.slo import Objective

@@ -11,6 +11,8 @@ import xxhash
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadRequest, NpuGrError, StoreFailed, Unavailable, UnknownPrefix, Unprocessable
+from npu_gr.core.feature_schema.columns import OneRow
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import (
     FROM_STORE,
     Events,
@@ -24,8 +26,6 @@ from npu_gr.core.history import (
     Written,
 )
 from npu_gr.core.time_order import OnUnsorted, oldest_first
-from npu_gr.feature_schema.columns import OneRow
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import KnownHistory, PrefixHistoryCache

@@ -22,6 +22,8 @@ from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
+from npu_gr.core.feature_schema.columns import ModelFeatures
+from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import UserKey
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
@@ -35,8 +37,6 @@ from npu_gr.engine.rank_engine import (
     RankPass,
     RankScores,
 )
-from npu_gr.feature_schema.columns import ModelFeatures
-from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory

@@ -23,11 +23,11 @@ from msgspec.structs import replace
 from npu_gr.catalogue.items import UNKNOWN
 from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import I64
+from npu_gr.core.feature_schema.columns import NO_COLUMNS
+from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.engine.rank_engine import Ahead, NextItems
-from npu_gr.feature_schema.columns import NO_COLUMNS
-from npu_gr.feature_schema.encode import Encoded
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import Denied
 from npu_gr.jobs.ranking import NOTHING, Ranking

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from npu_gr.feature_schema.computed import CrossFeatures, ItemValueTable
-from npu_gr.feature_schema.factors import ItemFactors
+from npu_gr.core.feature_schema.computed import CrossFeatures, ItemValueTable
+from npu_gr.core.feature_schema.factors import ItemFactors
 from npu_gr.model.hstu import HSTU
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from npu_gr.core.feature_schema.factors import MF_SCORE
+from npu_gr.core.feature_schema.schema import Feature, Of, check_features
 from npu_gr.core.settings import Count
-from npu_gr.feature_schema.factors import MF_SCORE
-from npu_gr.feature_schema.schema import Feature, Of, check_features
 
 
 class ItemFeature(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

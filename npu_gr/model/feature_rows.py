@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from npu_gr.backend.base import Affine
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.feature_schema.encode import Encoded, FeatureEncoder
-from npu_gr.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.encode import Encoded, FeatureEncoder
+from npu_gr.core.feature_schema.schema import Feature
 
 _TORCH = TorchOps()  # differentiable, for training
 

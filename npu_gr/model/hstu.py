@@ -40,8 +40,8 @@ from npu_gr.backend.calls import (
 )
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.arrays import F32
-from npu_gr.feature_schema.factors import NUM_FACTORS
-from npu_gr.feature_schema.schema import OFS, Of
+from npu_gr.core.feature_schema.factors import NUM_FACTORS
+from npu_gr.core.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
 from npu_gr.model.hstu_layer import HSTULayer

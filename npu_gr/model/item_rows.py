@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.core.arrays import I64
-from npu_gr.feature_schema.encode import Encoded
+from npu_gr.core.feature_schema.encode import Encoded
 
 I32 = npt.NDArray[np.int32]
 

@@ -13,8 +13,8 @@ from typing import Protocol, TypeVar
 from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.job import JobOrder, JobResult
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import PageRun
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import PageRun
 
 
 class Prefix(Protocol):

@@ -6,9 +6,9 @@ import asyncio
 from typing import Generic
 
 from npu_gr.core.errors import DeadlineExceeded
-from npu_gr.kv.dram_store import DramEntry
-from npu_gr.kv.prefix_pool import PrefixEntry
-from npu_gr.kv.tiers import Tiers
+from npu_gr.engine.kv.dram_store import DramEntry
+from npu_gr.engine.kv.prefix_pool import PrefixEntry
+from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.producer import Producer
 

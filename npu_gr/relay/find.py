@@ -19,9 +19,9 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from npu_gr.core.request import Reason
-from npu_gr.kv.dram_store import DramEntry
-from npu_gr.kv.prefix_pool import PrefixEntry
-from npu_gr.kv.tier import TierEntry
+from npu_gr.engine.kv.dram_store import DramEntry
+from npu_gr.engine.kv.prefix_pool import PrefixEntry
+from npu_gr.engine.kv.tier import TierEntry
 from npu_gr.relay.encoder import Prefix
 from npu_gr.relay.producer import Producer
 

@@ -11,8 +11,8 @@ from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason
 from npu_gr.engine.job import JobOrder
-from npu_gr.kv.dram_store import DramEntry
-from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv.dram_store import DramEntry
+from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import P
 from npu_gr.relay.find import AdoptPrefill, ComputeAll, JoinProducer, ReloadCopy, UseResident, choose

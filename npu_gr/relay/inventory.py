@@ -6,10 +6,10 @@ from typing import Generic
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Reason
-from npu_gr.kv.dram_store import DramEntry
-from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.prefix_pool import PrefixEntry
-from npu_gr.kv.tiers import Tiers
+from npu_gr.engine.kv.dram_store import DramEntry
+from npu_gr.engine.kv.keys import PrefixKey
+from npu_gr.engine.kv.prefix_pool import PrefixEntry
+from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.filler import PrefixFiller

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from npu_gr.engine.kv.prefix_pool import PrefixPool
 from npu_gr.engine.quantile import RunningQuantile
-from npu_gr.kv.prefix_pool import PrefixPool
 from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.rate import TenantRates

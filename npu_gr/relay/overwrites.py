@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial
 
 from npu_gr.engine.job import JobResult
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import PageRun
-from npu_gr.kv.tiers import Tiers
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.relay.encoder import Encoder, P
 
 log = logging.getLogger(__name__)

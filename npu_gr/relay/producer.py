@@ -17,8 +17,8 @@ from enum import Enum, StrEnum, auto
 from typing import Any
 
 from npu_gr.engine.job import JobOrder
-from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.prefix_pool import PrefixEntry
+from npu_gr.engine.kv.keys import PrefixKey
+from npu_gr.engine.kv.prefix_pool import PrefixEntry
 
 
 class ProducerKind(StrEnum):

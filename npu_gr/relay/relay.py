@@ -27,10 +27,10 @@ import msgspec
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
+from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.prefix_pool import PrefixEntry
+from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix
-from npu_gr.kv.layout import PageRun
-from npu_gr.kv.prefix_pool import PrefixEntry
-from npu_gr.kv.tiers import Tiers
 from npu_gr.relay.background import BackgroundTasks
 from npu_gr.relay.calibration import Calibration
 from npu_gr.relay.config import LiveSettings, RelayConfig

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from npu_gr.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.prefix_pool import PrefixPool
 from npu_gr.relay.encoder import P
 from npu_gr.relay.producer import Producer
 from npu_gr.relay.producers import Producers

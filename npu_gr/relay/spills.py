@@ -10,10 +10,10 @@ from typing import Generic
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.engine.job import JobOrder
-from npu_gr.kv.dram_store import DramEntry, DramStore
-from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.prefix_pool import PrefixEntry
-from npu_gr.kv.tiers import Tiers
+from npu_gr.engine.kv.dram_store import DramEntry, DramStore
+from npu_gr.engine.kv.keys import PrefixKey
+from npu_gr.engine.kv.prefix_pool import PrefixEntry
+from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.relay.background import BackgroundTasks
 from npu_gr.relay.encoder import Encoder, P
 

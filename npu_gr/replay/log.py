@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.arrays import I64
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, MATCH, RANK, RECOMMEND, Kind, Scored
 from npu_gr.core.request import Normalise, OrderName, SourceName
-from npu_gr.feature_schema.columns import NO_COLUMNS, Columns
 
 RECORDED: dict[str, Kind[Any, Any]] = {name: kind for name, kind in KINDS.items() if kind.is_recorded}
 SCORED = tuple(name for name, kind in RECORDED.items() if kind.scored is not Scored.NOTHING)

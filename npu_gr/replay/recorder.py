@@ -30,12 +30,12 @@ import numpy as np
 import xxhash
 
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unavailable
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.core.private import warn_if_shared
 from npu_gr.core.request import Answer, EventsRequest, Request
 from npu_gr.core.settings import Count, Seconds, SomeBytes
-from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, OneRow
 from npu_gr.replay import erased
 from npu_gr.replay.digests import digest, raw
 from npu_gr.replay.fields import ANSWER_FIELDS, REQUEST_FIELDS, UNRANKED

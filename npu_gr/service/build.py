@@ -29,6 +29,11 @@ from npu_gr.core.served import AttentionWay, ModelInfo
 from npu_gr.engine.attention import possible
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
 from npu_gr.engine.job import JobResult
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.dram_store import DramStore
+from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tiers import open_tiers
 from npu_gr.engine.page_jobs import PageJobs
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_generator, check_weights
@@ -38,11 +43,6 @@ from npu_gr.jobs.generation import Generation, warm_up
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.jobs.served_catalogue import ServedCatalogue
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramStore
-from npu_gr.kv.layout import KVLayout
-from npu_gr.kv.prefix_pool import PrefixPool
-from npu_gr.kv.tiers import open_tiers
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model import generators, hf_files
 from npu_gr.model.config import HSTUConfig, inexact_fields

@@ -15,11 +15,11 @@ from npu_gr.backend.names import AttentionMode, BackendName, NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
+from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.features.base import HistoryConfig
 from npu_gr.jobs.cascade_plan import SECTIONS, RecommendConfig
 from npu_gr.jobs.config import GenerateConfig, RankingConfig
-from npu_gr.kv.config import KVConfig
 from npu_gr.matching.config import MatchConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.calibration import Calibration, beside

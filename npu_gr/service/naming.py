@@ -6,8 +6,8 @@ from typing import Literal
 
 from npu_gr.catalogue.item_names import ItemNames, names_of, titles_of
 from npu_gr.core.arrays import I64
+from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.names import ActionNames
-from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.versions import Versions
 from npu_gr.service.config import InForce

@@ -28,12 +28,12 @@ from npu_gr.core.history import Events, HistoryReport
 from npu_gr.engine.attention import PLAIN, Trial, choose_way, possible, told
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU

@@ -56,7 +56,7 @@ def sum_up(
         f"serve     {serve(folder / 'serve.yaml')}",
         f"ask       {curl('/v1/recommend', known_user(examples(log, names)))}",
         f"more      {folder / 'README.md'} has calls for a new user and a new item; "
-        "long histories, where the relay pays: npu-gr demo --longest 100, npu-gr bench relay",
+        "long histories, where the relay pays: npu-gr demo --longest 100, python -m benchmarks relay",
     ]
 
 

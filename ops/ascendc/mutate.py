@@ -31,7 +31,7 @@ from typing import NamedTuple
 from faults import KERNEL_FAULTS, Fault, plant
 from hstu_faults import HSTU_FAULTS
 
-from npu_gr.bench.ascend_twin import FLAGS
+from benchmarks.ascend_twin import FLAGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -458,7 +458,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "kernels/hstu_tiles.h",
         "above: or equal",
         "has_history_ = has_history_ || history_ > 0;",
-    ): "candidates in narrow tiles, to the same numbers; tests/bench counts their loads",
+    ): "candidates in narrow tiles, to the same numbers; tests/benchmarks counts their loads",
     (
         "kernels/hstu_tiles.h",
         "above: or equal",

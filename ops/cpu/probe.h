@@ -1,4 +1,4 @@
-// How fast this CPU can compute and read: the roofs of `npu-gr bench kernels`.
+// How fast this CPU can compute and read: the roofs of `python -m benchmarks kernels`.
 #include "vec.h"
 
 namespace {

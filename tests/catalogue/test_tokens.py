@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.tokens import Tokens, tokenize, window_start
 from npu_gr.core.errors import Unprocessable
+from npu_gr.core.feature_schema.columns import ModelFeatures
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events
-from npu_gr.feature_schema.columns import ModelFeatures
-from npu_gr.feature_schema.schema import Feature
 from tests.models import events
 
 VOCABULARY = ItemVocabulary(np.arange(300, dtype=np.int64))

@@ -120,7 +120,6 @@ def test_a_replay_runs(bare: dict[str, str], tmp_path: Path) -> None:
         ("train", ("generate", "log.jsonl", "--out", "g")),
         ("doctor", ()),
         ("demo", ()),
-        ("bench", ("rank",)),
     ],
 )
 def test_what_needs_torch_says_so_in_one_line(bare: dict[str, str], name: str, words: tuple[str, ...]) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import rank
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.bench import rank
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, ItemSearch, PromptKV
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.segment import Past, Segment

@@ -32,15 +32,15 @@ from npu_gr.engine.generate_engine import (
     make_prompt,
 )
 from npu_gr.engine.job import JobOrder
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.dram_store import DramStore
+from npu_gr.engine.kv.keys import PrefixKey
+from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramStore
-from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import PageRun
-from npu_gr.kv.prefix_pool import PrefixPool
-from npu_gr.kv.tiers import Tiers
 from npu_gr.relay.config import RelayConfig
 from npu_gr.relay.relay import Lease, Relay
 from npu_gr.relay.trigger import TriggerConfig

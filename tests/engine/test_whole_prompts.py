@@ -31,12 +31,12 @@ from npu_gr.engine.generate_engine import (
     make_prompt,
 )
 from npu_gr.engine.job import JobOrder
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.dram_store import DramStore
+from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramStore
-from npu_gr.kv.prefix_pool import PrefixPool
-from npu_gr.kv.tiers import Tiers
 from npu_gr.model import t5
 from npu_gr.model.generative import UnsharedKV
 from npu_gr.model.t5_config import T5Config

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events, UserKey
-from npu_gr.feature_schema.columns import Columns
 from npu_gr.features import embedded, embedded_overwrite
 from npu_gr.features.base import HistoryConfig
 from npu_gr.features.embedded import EmbeddedStore

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
+from npu_gr.core.feature_schema.columns import Columns, as_columns
 from npu_gr.core.history import Events, Mode, UserKey, Write
 from npu_gr.core.secret import SecretUrl
-from npu_gr.feature_schema.columns import Columns, as_columns
 from npu_gr.features.base import HistoryConfig, HistoryStore, key_bytes
 from npu_gr.features.checksum import row_sum
 from npu_gr.features.embedded import EmbeddedStore

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.history import UserKey
-from npu_gr.feature_schema.columns import as_columns
 from npu_gr.features.base import HistoryConfig
 from npu_gr.features.columns import FeatureColumn
 from npu_gr.features.interactions import movielens_100k, read_interactions, read_item_features

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import ConfigError, StoreFault
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesSource, UserKey
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.features.source import AsyncSource, SourceConfig, ThreadedSource, open_source
 from npu_gr.features.user_features import UserFeatures, as_row
 from tests.features_of import every_feature

@@ -12,6 +12,9 @@ import torch
 from msgspec.structs import replace
 
 from npu_gr.core.errors import Unprocessable
+from npu_gr.core.feature_schema.columns import Columns, OneRow, as_columns
+from npu_gr.core.feature_schema.encode import encode
+from npu_gr.core.feature_schema.schema import Feature, Of
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, RECOMMEND, SIGNAL
 from npu_gr.core.request import (
@@ -23,9 +26,6 @@ from npu_gr.core.request import (
     RecommendRequest,
     SignalRequest,
 )
-from npu_gr.feature_schema.columns import Columns, OneRow, as_columns
-from npu_gr.feature_schema.encode import encode
-from npu_gr.feature_schema.schema import Feature, Of
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load

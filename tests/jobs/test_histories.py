@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns
 from npu_gr.core.history import Events
-from npu_gr.feature_schema.columns import NO_COLUMNS, Columns
 from npu_gr.jobs.histories import UserHistory
 from tests.models import events
 

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from npu_gr.core.feature_schema.columns import as_columns
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import EVENTS, GENERATE, RANK, SIGNAL
 from npu_gr.core.request import (
@@ -20,8 +22,6 @@ from npu_gr.core.request import (
     RankRequest,
     SignalRequest,
 )
-from npu_gr.feature_schema.columns import as_columns
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.service.service import Service
 from tests.features_of import random_features, values
 from tests.models import tiny_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.model.config import PINNED, inexact_fields, take_pinned, write_keys
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import tiny_config, tiny_model

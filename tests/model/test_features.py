@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.feature_schema.encode import encode
-from npu_gr.feature_schema.schema import OFS, Feature
+from npu_gr.core.feature_schema.encode import encode
+from npu_gr.core.feature_schema.schema import OFS, Feature
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.segment import Segment

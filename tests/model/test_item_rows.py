@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.bench.quality_cold import with_new_items
+from benchmarks.quality_cold import with_new_items
+from npu_gr.core.feature_schema.encode import encode
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.feature_schema.encode import encode
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.model.config import HSTUConfig, ItemFeature, write_keys
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_rows import ItemCodeRows, NewItems, draw_kept

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from npu_gr.bench.ascend_twin import Machine
+from benchmarks.ascend_twin import Machine
 from tests.ops import hstu_fixed
 from tests.ops.fixed import ODD, spread
 from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores

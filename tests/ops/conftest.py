@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from npu_gr.bench.ascend_twin import Twin
+from benchmarks.ascend_twin import Twin
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from npu_gr.bench.ascend_twin import F32, Machine, Twin
+from benchmarks.ascend_twin import F32, Machine, Twin
 from tests.ops import hstu_fixed
 from tests.ops.far import FarFork, FarTopk
 from tests.ops.oracle import BeamFork, Case, Cost, CsrGatherTopk, MaskedTopk

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_gr.bench.ascend_twin import Machine
+from benchmarks.ascend_twin import Machine
 from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.bench.ascend_twin import F32, I32, Machine, Twin, TwinReport
-from npu_gr.bench.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from benchmarks.ascend_twin import F32, I32, Machine, Twin, TwinReport
+from benchmarks.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 from tests.ops.far import untouched
 
 Array = npt.NDArray[Any]

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.ascend_twin import Twin
 from npu_gr.backend.npu.check import disagreements
-from npu_gr.bench.ascend_twin import Twin
 from tests.backend.npu.on_twin import HstuOnTwin
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.bench import ascend_twin
+from benchmarks import ascend_twin
 from npu_gr.core.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

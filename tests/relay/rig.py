@@ -18,14 +18,14 @@ from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import Events, UserKey
 from npu_gr.engine.job import JobOrder
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.dram_store import DramStore
+from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramStore
-from npu_gr.kv.layout import KVLayout
-from npu_gr.kv.prefix_pool import PrefixPool
-from npu_gr.kv.tiers import Tiers
 from npu_gr.relay.config import RelayConfig
 from npu_gr.relay.relay import Lease, Relay
 from npu_gr.relay.trigger import TriggerConfig

@@ -10,11 +10,11 @@ import torch
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Reason
 from npu_gr.engine.job import JobOrder
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.dram_store import DramEntry, DramStore
-from npu_gr.kv.keys import PrefixKey
-from npu_gr.kv.layout import KVLayout
-from npu_gr.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.dram_store import DramEntry, DramStore
+from npu_gr.engine.kv.keys import PrefixKey
+from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.relay.find import (
     AdoptPrefill,
     ComputeAll,

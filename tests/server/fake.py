@@ -15,11 +15,11 @@ from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotFound, NpuGrError
+from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import ModelInfo, VectorsInfo
-from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.codec.base import Shown

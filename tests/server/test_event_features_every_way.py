@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from npu_gr.client import AsyncClient, Behaviours
+from npu_gr.core.feature_schema.columns import as_columns
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.request import EventsRequest
-from npu_gr.feature_schema.columns import as_columns
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.front import frames
 from npu_gr.front.wire import decoder, encoder, wire_of
 from npu_gr.replay.body import encode

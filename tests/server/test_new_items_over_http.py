@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.bench.quality_cold import with_new_items
+from benchmarks.quality_cold import with_new_items
 from npu_gr.model.config import ItemFeature
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_rows import NewItems

@@ -27,8 +27,8 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import ERASE
 from npu_gr.core.logs import QueuedHandler
 from npu_gr.core.request import EraseRequest
+from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.rank_engine import RankEngine
-from npu_gr.kv.arena import KVArena
 from npu_gr.service.service import Service
 from tests.decoders import VARIANTS, saved
 from tests.models import Request, full, tiny_model

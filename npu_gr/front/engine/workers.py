@@ -13,8 +13,8 @@ from typing import Any
 from npu_gr.access.key_ring import KeyRefusal
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.errors import NotFound
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.kinds import KINDS
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.front import frames
 from npu_gr.front.credit import WorkerDemand, slots
 from npu_gr.front.engine.connection import Answers, WorkerConnection

@@ -21,11 +21,11 @@ from npu_gr.admission.deadline import Deadline
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotFound, NotTaken, Unavailable, Unprocessable
+from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q, Routing
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
-from npu_gr.feature_schema.columns import ModelFeatures
 from npu_gr.front import frames
 from npu_gr.front.frames import BY_ANSWER, BY_KIND
 from npu_gr.front.peer import Peer

@@ -7,10 +7,10 @@ from functools import partial
 
 from prometheus_client import Counter
 
+from npu_gr.core.feature_schema.schema import OFS
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.request import GenerateAnswer, MatchAnswer, RankAnswer, RecommendAnswer, StageResult, Verdict
 from npu_gr.core.served import CatalogueInfo
-from npu_gr.feature_schema.schema import OFS
 from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
 
 

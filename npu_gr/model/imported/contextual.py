@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from npu_gr.feature_schema.schema import MOST_WHOLE, Feature
+from npu_gr.core.feature_schema.schema import MOST_WHOLE, Feature
 from npu_gr.model.imported.source import ForeignCheckpoint
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from npu_gr.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.model.imported.contextual import Contextual, numbered
 from npu_gr.model.imported.source import ForeignCheckpoint
 from npu_gr.model.imported.text_message import TextMessage

@@ -2,7 +2,7 @@
 
 A gateway opens a call for every request and waits for its answer before the request goes on, so what a call costs is
 added to every request. `grpcio` hands each call from thread to thread several times: around the same pick it takes more
-than four times the processor time, and adds twice as much. `npu-gr bench router --picker` measures both.
+than four times the processor time, and adds twice as much. `python -m benchmarks router --picker` measures both.
 
 HPACK is the library `hpack`. We announce a header table of 0 bytes: from then on a block of headers means the same
 whenever it comes, and is decoded once.

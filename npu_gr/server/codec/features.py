@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from npu_gr.core.errors import Unprocessable
-from npu_gr.feature_schema.columns import Columns, OneRow, as_columns, known
-from npu_gr.feature_schema.encode import F32, Values, as_column
-from npu_gr.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Feature
+from npu_gr.core.feature_schema.columns import Columns, OneRow, as_columns, known
+from npu_gr.core.feature_schema.encode import F32, Values, as_column
+from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Feature
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 FeatureName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 from npu_gr.core.arrays import I64
+from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.names import ActionNames
-from npu_gr.feature_schema.columns import ModelFeatures
 
 
 class Names(Protocol):

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, Unavailable, Unprocessable
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.core.words import cut
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.tools.consume.dead_letters import DeadLetters
 from npu_gr.tools.consume.message import Event, Fields, Poison, read_event
 from npu_gr.tools.consume.metrics import ConsumeMetrics

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, as_columns
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.names import item_id, value_name
 from npu_gr.core.words import quoted
-from npu_gr.feature_schema.columns import NO_COLUMNS, Columns, as_columns
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.server.codec.fields import LAST_S, MAX_NAME
 
 _GUESSED = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from npu_gr.core.arrays import I64
-from npu_gr.feature_schema.factors import NUM_FACTORS, PENALTY, expected, solve_each
+from npu_gr.core.feature_schema.factors import NUM_FACTORS, PENALTY, expected, solve_each
 from npu_gr.train.data import InteractionLog
 from npu_gr.train.metrics import F64
 

@@ -1,6 +1,6 @@
 """SASRec: the baseline that learns. A causal transformer over the last items, full softmax, stopped on a validation.
 
-It takes minutes, so trainers do not run it; `npu-gr bench quality` does.
+It takes minutes, so trainers do not run it; `python -m benchmarks quality` does.
 
 Source: Kang and McAuley, ICDM 2018, with the softmax over the whole catalogue instead of one sampled negative.
 """

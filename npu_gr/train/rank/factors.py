@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.feature_schema.factors import MF_SCORE, ItemFactors
+from npu_gr.core.feature_schema.factors import MF_SCORE, ItemFactors
 from npu_gr.train.baselines import MatrixFactorisation
 from npu_gr.train.data import InteractionLog
 from npu_gr.train.rank.logged_cross import FoldFactors

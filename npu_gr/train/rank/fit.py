@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU

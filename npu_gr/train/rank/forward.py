@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from npu_gr.backend.base import Slab, time_bucket
-from npu_gr.feature_schema.schema import Of
+from npu_gr.core.feature_schema.schema import Of
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HSTULayer

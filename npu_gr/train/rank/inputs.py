@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from npu_gr.core.errors import DataError
-from npu_gr.feature_schema.computed import OF_TIME, time_column
-from npu_gr.feature_schema.encode import FeatureEncoder, Values
-from npu_gr.feature_schema.schema import OFS, Of
+from npu_gr.core.feature_schema.computed import OF_TIME, time_column
+from npu_gr.core.feature_schema.encode import FeatureEncoder, Values
+from npu_gr.core.feature_schema.schema import OFS, Of
 from npu_gr.model.computed_features import cross_features
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.feature_schema.computed import BY
-from npu_gr.feature_schema.encode import encode
-from npu_gr.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.computed import BY
+from npu_gr.core.feature_schema.encode import encode
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import InteractionLog

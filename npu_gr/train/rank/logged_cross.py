@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from npu_gr.core.arrays import F32, I64
-from npu_gr.feature_schema.computed import NEVER, Alike, CrossFeatures, ItemCodes
-from npu_gr.feature_schema.factors import MF_SCORE, ItemFactors, expected
+from npu_gr.core.feature_schema.computed import NEVER, Alike, CrossFeatures, ItemCodes
+from npu_gr.core.feature_schema.factors import MF_SCORE, ItemFactors, expected
 from npu_gr.train.data import Bools, InteractionLog
 from npu_gr.train.metrics import F64
 

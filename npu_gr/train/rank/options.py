@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.settings import Count, Positive
-from npu_gr.feature_schema.schema import Feature
 from npu_gr.train.data import Split
 from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
 from npu_gr.train.rank.tasks import Task

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from npu_gr.feature_schema.factors import MF_SCORE
+from npu_gr.core.feature_schema.factors import MF_SCORE
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.fit import Fitted, GivesUp
 from npu_gr.train.rank.options import TrainOptions

@@ -99,7 +99,7 @@ class HstuTiles {
       return from + number + (from + number < begin ? 0 : end - begin);
     }
   };
-  // Of a tile, in some 400 cycles of the vector unit: npu_gr/bench/hstu_model.py counts them.
+  // Of a tile, in some 400 cycles of the vector unit: benchmarks/hstu_model.py counts them.
   static constexpr uint32_t kFarWeight = 6, kNearWeight = 11, kFullWeight = 10, kPartWeight = 12;
   static constexpr uint32_t kWide = 2;
 

@@ -42,7 +42,7 @@ inline const char *name(int pipe) {
   return names[pipe];
 }
 
-// What a cost model needs; see npu_gr/bench/ascend_twin.py for the same list.
+// What a cost model needs; see benchmarks/ascend_twin.py for the same list.
 enum Counter {
   VECTOR_INSTRUCTIONS,
   VECTOR_REPEATS,  // of 256 bytes
@@ -63,7 +63,7 @@ enum Counter {
   KINDS_BEGIN,
   COUNTERS = KINDS_BEGIN + 2 * 10
 };
-constexpr uint64_t kLongLoadBytes = 25000;  // from here on a load is faster: npu_gr/bench/hstu_model.py has the source
+constexpr uint64_t kLongLoadBytes = 25000;  // from here on a load is faster: benchmarks/hstu_model.py has the source
 // What a cost model tells apart; whatever sorts has counters of its own.
 enum VectorKind { WITH_SCALAR, WITH_TENSOR, EXP, DIV, COMPARE, SELECT, WIDEN, NARROW, GATHER, COMPACT };
 using Counters = std::array<uint64_t, COUNTERS>;

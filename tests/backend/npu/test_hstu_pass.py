@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.ascend_twin import Machine, NoPlanError, Twin
+from benchmarks.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.npu.hstu_limits import Slots, hstu_limit
 from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
 from npu_gr.backend.npu.limits import VectorUnits
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.bench.ascend_twin import Machine, NoPlanError, Twin
-from npu_gr.bench.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
-from npu_gr.kv.arena import KVArena
-from npu_gr.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_whole import told_in_numbers, whole_pass
 from npu_gr.model.segment import HostTokens, Past, Segment

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.ascend_twin import Twin
 from npu_gr.backend.best_items import Hidden
 from npu_gr.backend.npu import items as npu_items
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.bench.ascend_twin import Twin
 from npu_gr.core.errors import ConfigError
 from npu_gr.matching.index import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime

@@ -8,8 +8,8 @@ import math
 import pytest
 from rich.console import Console
 
-from npu_gr.bench.line import Line, compared
-from npu_gr.cli.bench.show import show, table
+from benchmarks.commands.show import show, table
+from benchmarks.line import Line, compared
 
 LONG = "closed loop of 256: 1427 in time, 3349 refused, 92 late, 0 lost a second, P99 67 ms; off 140 in time"
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from npu_gr.feature_schema.encode import encode
+from npu_gr.core.feature_schema.encode import encode
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.imported.converted import Converted, GivenNames

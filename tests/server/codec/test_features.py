@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import TooLarge
+from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.request import RankRequest
-from npu_gr.feature_schema.columns import Columns
 from npu_gr.front.wire import decoder, encoder, wire_of
 from npu_gr.server.codec import bulk
 from npu_gr.server.codec.media import JSON, MSGPACK, skim

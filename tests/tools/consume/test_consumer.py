@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessable
+from npu_gr.core.feature_schema.encode import hash_names
 from npu_gr.core.history import UserKey, Write, Written
 from npu_gr.core.names import item_id
-from npu_gr.feature_schema.encode import hash_names
 from npu_gr.features.base import HistoryConfig, HistoryStore
 from npu_gr.features.store import open_store
 from npu_gr.tools.consume import consumer as module

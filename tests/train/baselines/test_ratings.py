@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from npu_gr.feature_schema.factors import PENALTY
+from npu_gr.core.feature_schema.factors import PENALTY
 from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means, Popularity
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.rank.evaluate import evaluate_baseline

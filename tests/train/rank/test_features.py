@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.feature_schema.computed import OF_HISTORY, CrossFeatures, ItemValueTable
-from npu_gr.feature_schema.encode import encode
-from npu_gr.feature_schema.schema import Feature
+from npu_gr.core.feature_schema.computed import OF_HISTORY, CrossFeatures, ItemValueTable
+from npu_gr.core.feature_schema.encode import encode
+from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.features.columns import FeatureColumn
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.computed_features import cross_features

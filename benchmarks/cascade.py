@@ -1,0 +1,177 @@
+"""`python -m benchmarks cascade`: one recommend from its first to its last stage, with and without the relay.
+
+The engine, relay, tiers and cascade are real. One request runs at a time, each of a user of its own with a history of
+the same length. Retrieval answers items drawn at random:
+
+    elsewhere       it waits as long as another machine would take: a multiple of the pre-infer
+    on this device  it keeps the one device thread busy with a full inference, so nothing can overlap
+
+The floor is arithmetic over the parts measured alone: (retrieval + full inference) / (retrieval + cached rank); it
+assumes that the pre-infer is over when the retrieval is. Every request checks that both arms answer the same items.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from benchmarks.line import Line, percentiles
+from benchmarks.relay_rig import Arm, Rig, ServedArm, Shape, measure_idle
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
+from npu_gr.core.arrays import I64
+from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.core.request import Outcome, RecommendAnswer, RecommendRequest
+from npu_gr.core.served import ModelInfo
+from npu_gr.engine.rank_engine import RankPass
+from npu_gr.jobs.base import Call
+from npu_gr.jobs.cascade_plan import RecommendConfig
+from npu_gr.jobs.config import RankingConfig
+from npu_gr.jobs.histories import UserHistory
+from npu_gr.jobs.ranking import Ranking
+from npu_gr.jobs.recommend import Cascade
+from npu_gr.jobs.scored_items import ScoredItems
+from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
+from npu_gr.metrics.registry import Metrics
+from npu_gr.service.config import SLOConfig
+
+MULTIPLES = (1.0, 2.0, 4.0)  # of the pre-infer: the time that retrieval takes elsewhere
+ROUNDS = 3  # in which the arms take turns
+NO_RELAY = Arm("no relay", signals=False)
+RELAY = Arm("relay")
+BUDGET_S = 60.0
+WITHIN = 0.85  # of the floor
+
+
+def lines(backend_name: BackendName, lengths: Sequence[int], num_layers: int, count: int, seed: int) -> Iterator[Line]:
+    """One line for each length of history and each retrieval: the median of the cascade.
+
+    Args:
+        backend_name: as in a configuration.
+        lengths: tokens of a history.
+        num_layers: of the ranker.
+        count: requests of each arm.
+        seed: of weights and inputs.
+
+    Raises:
+        AssertionError: the relay changed what is recommended.
+    """
+    backend = choose(backend_name)
+    for num_tokens in lengths:
+        rig = Rig(Shape(num_tokens, 100, num_layers), backend, seed)
+        rig.idle = asyncio.run(measure_idle(rig))
+        for multiple in (*MULTIPLES, None):
+            yield _line(rig, multiple, count)
+
+
+def _line(rig: Rig, multiple: float | None, count: int) -> Line:
+    found: dict[str, list[tuple[float, RecommendAnswer]]] = {arm.name: [] for arm in (NO_RELAY, RELAY)}
+    for turn in range(ROUNDS):
+        for arm in (NO_RELAY, RELAY):
+            found[arm.name] += asyncio.run(_round(rig, arm, multiple, count // ROUNDS, turn))
+    for (_, cold), (_, warm) in zip(found["no relay"], found["relay"], strict=True):
+        assert warm.item_ids.tolist() == cold.item_ids.tolist(), "the relay changed what is recommended"
+    (ours_s, p10_s, p90_s), (base_s, _, _) = (percentiles([s for s, _ in found[n]]) for n in ("relay", "no relay"))
+    hits = np.mean([answer.outcome is Outcome.HBM_HIT for _, answer in found["relay"]])
+    idle = rig.idle
+    ratio = base_s / ours_s
+    where = "on this device"
+    floor = None
+    if multiple is not None:
+        wait_s = multiple * idle.prefill_s
+        where = f"{multiple:g}x the pre-infer, elsewhere"
+        floor = (wait_s + idle.full_s) / (wait_s + idle.rank_s)
+    return Line(
+        bench="cascade",
+        case=f"L={rig.shape.num_tokens} M=100 layers={rig.shape.num_layers} retrieval {where} (HBM hits {hits:.0%})",
+        ours=ours_s * 1e3,
+        unit="ms",
+        baseline="no relay",
+        baseline_value=base_s * 1e3,
+        ratio=ratio,
+        target=None if floor is None else WITHIN * floor,
+        ok=None if floor is None else ratio >= WITHIN * floor,
+        floor=floor,
+        of_floor=None if floor is None else ratio / floor,
+        p10=p10_s * 1e3,
+        p90=p90_s * 1e3,
+    )
+
+
+async def _round(
+    rig: Rig, arm: Arm, multiple: float | None, count: int, turn: int
+) -> list[tuple[float, RecommendAnswer]]:
+    """Seconds and answers of `count` requests; every arm gets the same users."""
+    random = np.random.default_rng(turn)
+    found = []
+    serving: AbstractAsyncContextManager[ServedArm] = rig.serving(arm, 1.0)
+    async with serving as served:
+        ranking = _ranking(rig, served)
+        source = _elsewhere(rig, multiple) if multiple is not None else _on_this_device(rig, served)
+        metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
+        cascade = Cascade(RecommendConfig(), {"generate": SizedSource(source, 100)}, metrics)
+        for number in range(-1, count):  # the first is not counted
+            history = UserHistory.of(rig.user(random), 0, rig.model.config.max_history_tokens)
+            request = RecommendRequest(
+                user=UserKey("bench", f"{turn}-{number}"),
+                history=HistoryRef(),
+                num_items=10,
+                exclude_seen=False,
+                timestamp=1_900_000_000,
+            )
+            began_at = time.perf_counter()
+            tokens = ranking.tokenize(history)
+            now_at = time.monotonic()
+            answer = await cascade.recommend(request, ranking, history, tokens, Call(now_at, now_at + BUDGET_S))
+            if number >= 0:
+                found.append((time.perf_counter() - began_at, answer))
+            served.pool.erase_user(request.user)
+            await served.relay.settled()
+    return found
+
+
+def _ranking(rig: Rig, served: ServedArm) -> Ranking:
+    shape = rig.model.config
+    model = ModelInfo(
+        name="bench",
+        version="v",
+        tasks=shape.tasks,
+        actions=shape.actions,
+        num_items=shape.num_items,
+        max_history_tokens=shape.max_history_tokens,
+        device=rig.backend.name,
+        dtype=rig.layout.dtype,
+    )
+    metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
+    items = ScoredItems(served.engine, rig.vocabulary)
+    return Ranking(RankingConfig(selfcheck_ratio=0.0), model, items, served.engine, served.relay, metrics)
+
+
+def _drawn(rig: Rig, events: Events) -> I64:
+    """Items drawn at random by the user's history, so that both arms retrieve the same."""
+    random = np.random.default_rng(int(events.items[0]))
+    items: I64 = random.permutation(rig.model.config.num_items)[: rig.shape.num_candidates]
+    return items
+
+
+def _elsewhere(rig: Rig, multiple: float) -> Source:
+    async def retrieve(asked: SourceRequest) -> I64:
+        await asyncio.sleep(multiple * rig.idle.prefill_s)
+        return _drawn(rig, asked.history.events)
+
+    return retrieve
+
+
+def _on_this_device(rig: Rig, served: ServedArm) -> Source:
+    other = rig.tokens(rig.returning)
+
+    async def retrieve(asked: SourceRequest) -> I64:
+        await served.engine.rank(RankPass(other, 0, rig.candidates, 1_900_000_000), asked.call.deadline_at)
+        return _drawn(rig, asked.history.events)
+
+    return retrieve

@@ -1,0 +1,220 @@
+"""`benchmarks features`: what features cost a cached rank, group by group, and what reading them from a body costs.
+
+A cached rank here is what the service does with it after the queue: values are encoded, the segment is uploaded, one
+pass runs, scores come back. A group's own cost is the time beyond that of the same model without any feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from benchmarks.line import Line, percentiles, timed_in_turn
+from benchmarks.rank import config
+from benchmarks.wire import IdNames
+from npu_gr.backend.choose import choose
+from npu_gr.backend.names import BackendName
+from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
+from npu_gr.core.feature_schema.schema import Feature
+from npu_gr.core.history import Events
+from npu_gr.core.request import RankRequest
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.page_jobs import CachedPrefix
+from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.rank_engine import LateFeatures, RankEngine, RankPass
+from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.hstu import HSTU
+from npu_gr.server.codec import bulk
+from npu_gr.server.codec.media import JSON, MSGPACK, decode, skim
+from npu_gr.server.codec.rank import RankBody, parse
+from npu_gr.server.config import ServerConfig
+
+TOKENS, CANDIDATES = 1024, 500
+NUM_CROSS = 40
+MOST_SHARE = 1.10  # target: a cached rank with 40 cross features takes at most this much of one without
+RAW_MS = 0.1  # target: 500 candidates x 40 cross features as raw msgpack are read in so long
+
+_COUNTRIES = tuple(f"c{place}" for place in range(50))
+GROUPS: dict[str, tuple[Feature, ...]] = {
+    "user": (
+        Feature(name="country", of="user", kind="category", values=_COUNTRIES),
+        Feature(name="segments", of="user", kind="hashed", num_buckets=10_000, max_values=8),
+        Feature(name="age", of="user", kind="number", borders=(18.0, 25.0, 35.0, 50.0)),
+    ),
+    "event": (
+        Feature(name="surface", of="event", kind="category", values=("home", "search", "mail")),
+        Feature(name="watched_s", of="event", kind="number", mean=30.0, scale=20.0),
+    ),
+    "request": (
+        Feature(name="hour", of="request", kind="category", values=tuple(map(str, range(24)))),
+        Feature(name="device", of="request", kind="category", values=("phone", "tv")),
+        Feature(name="page", of="request", kind="hashed", num_buckets=1000),
+    ),
+    f"cross x {NUM_CROSS}": tuple(
+        Feature(name=f"cross_{place}", of="cross", kind="number", mean=0.5, scale=2.0) for place in range(NUM_CROSS)
+    ),
+}
+GROUPS["all"] = tuple(feature for group in GROUPS.values() for feature in group)
+
+
+def lines(backend_name: BackendName, seed: int, budget_s: float) -> Iterator[Line]:
+    """Measure reading, then each group.
+
+    Args:
+        backend_name: as in a configuration.
+        seed: of weights and values.
+        budget_s: seconds that each line may take.
+
+    Raises:
+        AssertionError: raw columns are read as other values than lists, or a cached rank gives other scores than a full
+            inference; nothing was timed then.
+    """
+    yield _reading(seed, budget_s)
+    plain = _Bench(backend_name, (), seed)
+    for name, features in GROUPS.items():
+        ours, without = timed_in_turn([_Bench(backend_name, features, seed).rank, plain.rank], budget_s)
+        ours_ms, p10, p90 = (s * 1e3 for s in percentiles(ours))
+        plain_ms = percentiles(without)[0] * 1e3
+        is_judged = name.startswith("cross")
+        yield Line(
+            bench="features",
+            case=f"cached rank, L={TOKENS} M={CANDIDATES} {name}",
+            ours=ours_ms,
+            unit="ms",
+            baseline="without features",
+            baseline_value=plain_ms,
+            ratio=plain_ms / ours_ms,
+            target=1 / MOST_SHARE if is_judged else None,
+            ok=ours_ms <= MOST_SHARE * plain_ms if is_judged else None,
+            p10=p10,
+            p90=p90,
+        )
+
+
+class _Names(IdNames):
+    """The names of a service with the cross features alone."""
+
+    _features = ModelFeatures(GROUPS[f"cross x {NUM_CROSS}"])
+
+    def features(self, _version: str | None) -> ModelFeatures:
+        return self._features
+
+
+def _reading(seed: int, budget_s: float) -> Line:
+    """Read 500 candidates x 40 cross features: what they add to reading a body, in raw msgpack and in JSON lists."""
+    random = np.random.default_rng(seed)
+    values = random.normal(size=(NUM_CROSS, CANDIDATES)).astype(np.float32)
+    features = GROUPS[f"cross x {NUM_CROSS}"]
+    raw = {feature.name: row.tobytes() for feature, row in zip(features, values, strict=True)}
+    lists = {feature.name: row.tolist() for feature, row in zip(features, values, strict=True)}
+    body = {"user_id": "u", "candidates": np.arange(CANDIDATES).tobytes(), "base": "b"}
+    in_raw = msgspec.msgpack.encode({**body, "features": {"cross": raw}})
+    in_lists = msgspec.json.encode({**body, "features": {"cross": lists}})
+    names, settings = _Names(), ServerConfig()
+
+    def read(sent: bytes, media: str) -> RankRequest:
+        if len(sent) > bulk.LOOSE_BYTES:
+            bulk.check(skim(sent, media, RankBody), len(sent), RankBody, settings, bulk.LOOSE_BYTES)
+        return parse(decode(sent, media, RankBody), settings, names)
+
+    got, want = (read(*sent).cross_features for sent in ((in_raw, MSGPACK), (in_lists, JSON)))
+    assert all(np.array_equal(got.numbers[name], want.numbers[name]) for name in want.numbers), "raw columns"
+    functions: list[Callable[[], object]] = [
+        partial(read, in_raw, MSGPACK),
+        partial(read, msgspec.msgpack.encode(body), MSGPACK),
+        partial(read, in_lists, JSON),
+        partial(read, msgspec.json.encode(body), JSON),
+    ]
+    with_raw, without_raw, with_lists, without_lists = (
+        percentiles(row)[0] * 1e3 for row in timed_in_turn(functions, budget_s)
+    )
+    raw_ms, lists_ms = with_raw - without_raw, with_lists - without_lists
+    return Line(
+        bench="features",
+        case=f"read {CANDIDATES} x {NUM_CROSS} cross features, raw msgpack",
+        ours=raw_ms,
+        unit="ms",
+        baseline="JSON lists",
+        baseline_value=lists_ms,
+        ratio=lists_ms / raw_ms,
+        target=lists_ms / RAW_MS,
+        ok=raw_ms <= RAW_MS,
+    )
+
+
+class _Bench:
+    """One model with these features, and one request to it whose prefix is cached."""
+
+    def __init__(self, backend_name: BackendName, features: tuple[Feature, ...], seed: int) -> None:
+        torch.manual_seed(seed)
+        random = np.random.default_rng(seed)
+        self._features = ModelFeatures(features)
+        shape = msgspec.structs.replace(config(), features=features)
+        backend = choose(backend_name)
+        model = HSTU(shape).to(backend.device).eval()
+        model.freeze_items()
+        layout = KVLayout(
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            qk_dim=shape.qk_dim,
+            v_dim=shape.v_dim,
+            page_tokens=64,
+            dtype="float32",
+            arrangement=backend.arrangement(torch.float32, 64),
+        )
+        arena = KVArena(layout, layout.pages(TOKENS + 1), backend.device, pack=backend.pack_kv)
+        self._engine = RankEngine(model, backend, Scheduler(SchedulerConfig()), arena)
+        self._request = {"hour": "7", "device": "tv", "page": "home"} if self._features.request.features else {}
+        cross = random.normal(size=(NUM_CROSS, CANDIDATES)).astype(np.float32)
+        names = self._features.cross.features
+        self._cross = Columns(dict(zip(names, cross, strict=False)))
+        self._rows = random.integers(0, shape.num_items, CANDIDATES)
+        tokens = self._tokens(shape.num_items, random)
+        runs = (PageRun(0, layout.pages(len(tokens))),)
+        nothing = np.empty(0, np.int64)
+        self._engine.forward([RankPass(tokens, 0, nothing, 0, keep=runs)])
+        self._hit = RankPass(tokens, 0, self._rows, 10**9, cached=CachedPrefix(runs, len(tokens)))
+        self._cold = RankPass(tokens, 0, self._rows, 10**9)
+        got, want = self._run(self._hit), self._run(self._cold)
+        drift = float(np.abs(got - want).max() / want.std())
+        assert drift <= 1e-5, f"cached scores drift by {drift:.1e}"
+
+    def _tokens(self, num_items: int, random: np.random.Generator) -> Tokens:
+        events = Events.make(
+            random.integers(0, num_items, TOKENS),
+            np.zeros(TOKENS),
+            np.cumsum(random.integers(0, 86_400, TOKENS)),
+        )
+        user: OneRow | None = (
+            {"country": "c7", "segments": ("s1", "s2", "s3"), "age": 33} if self._features.user.features else None
+        )
+        return tokenize(
+            events,
+            ItemVocabulary(np.arange(num_items)),
+            1,
+            max_tokens=TOKENS,
+            cut_step_tokens=1,
+            refuse_unknown=True,
+            features=self._features,
+            user_features=user,
+        )
+
+    def _run(self, work: RankPass) -> Any:
+        features = self._features
+        late = LateFeatures(
+            features.row(features.request, self._request), features.rows(features.cross, self._cross, CANDIDATES)
+        )
+        return self._engine.forward([replace(work, features=late)])[0]
+
+    def rank(self) -> Any:
+        """Encode the request's features, and score its candidates on the cached prefix."""
+        return self._run(self._hit)

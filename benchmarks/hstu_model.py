@@ -1,0 +1,228 @@
+"""What an HSTU pass costs a 910B on paper: the second part of `benchmarks twin`. A MODEL; no NPU has run this.
+
+The three kernels of a layer are counted by the CPU twin while it runs them at full size; a launch takes the slowest of
+its vector work and its two movers, on its busiest core. Products and vendor kernels follow from flops and bytes. The
+host's side stands beside it: launches times what one dispatch takes, where they are not one graph.
+
+Sources of the constants, two columns of them: Huawei's operator generator (autofuse) and counts that pto-isa calibrated
+on a 910B3, both public; where the second has no figure, the first stands in both. `docs/measured.md` has the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.ascend_twin import KINDS, Machine, Twin
+from benchmarks.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from benchmarks.line import Line
+from npu_gr.backend.calls import BiasTables
+from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
+from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
+
+HEADS = 4
+DIM = 64  # of a head
+LAYERS = 8
+PAGE_TOKENS = 128
+CHUNK_TOKENS = 1024
+CORES = 40  # vector cores of the smallest 910B
+CLOCK_PER_US = 1850.0
+LAUNCH_US = 1.25  # head of a launch: 300 + 1517 + 497 cycles
+WIDTH = HEADS * DIM
+
+# cycles of an element, and of an instruction, by kind
+Costs = dict[str, tuple[float, float]]
+Counts = Sequence[dict[str, int]]  # of each core
+AUTOFUSE: Costs = {
+    "with_scalar": (0.0141, 22),
+    "with_tensor": (0.0206, 23),
+    "exp": (0.0307, 28),
+    "div": (0.0454, 29),
+    "compare": (0.0161, 22),
+    "select": (0.0229, 44),
+    "widen": (0.0147, 20),
+    "narrow": (0.0087, 20),
+    "gather": (0.1875, 15),
+    "compact": (0.0313, 14),
+}
+CALIBRATED: Costs = {
+    "with_scalar": (1 / 64, 26),
+    "with_tensor": (2.1 / 64, 24),
+    "exp": (2 / 64, 31),
+    "div": (4.03 / 64, 31),
+    "compare": (2 / 64, 27),
+    "select": (2 / 64, 27),
+    "widen": (2 / 64, 32),
+    "narrow": (2 / 64, 32),
+    "gather": AUTOFUSE["gather"],
+    "compact": (14 / 64, 14),
+}
+CUBE_FLOP_PER_US = 303e6  # 20 cube cores, bf16
+BATCHED_SHARE = 0.8  # of it, for batched products; assumed
+DENSE_SHARE = 0.5  # for the linear layers; assumed
+HBM_BYTES_PER_US = 1.6e6
+PRODUCT_US = 2.0  # ramp of a product; assumed
+VENDOR_US = 3.0  # a small vendor kernel; assumed
+VENDOR_KERNELS = 3  # of a layer: norm, cast, residual
+LAUNCHES = 10  # of a layer: those, two linear layers, our three, two products
+LAST_VENDOR_KERNELS = 2  # of a prefill's last layer, which has no residual
+LAST_LAUNCHES = 4  # of it: those, a linear layer, hstu_rows
+DISPATCH_US = (5.0, 10.0)  # of one launch on the host
+
+
+class CostColumn(NamedTuple):
+    """One set of constants."""
+
+    name: str
+    costs: Costs
+    output_bytes_per_us: float  # of a product
+
+
+COLUMNS = (
+    CostColumn("autofuse", AUTOFUSE, 20 * 70 * 2**30 / 1e6),
+    CostColumn("calibrated", CALIBRATED, 20 * 41 * 2**30 / 1e6),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HstuLine(Line):
+    """`host_ms`: dispatch of all launches at 5 and at 10 us, where they are not one graph."""
+
+    host_ms: tuple[float, float]
+
+
+def kernel_us(cores: Counts, column: CostColumn) -> float:
+    """Model one launch of ours: each core takes the slowest of its vector work and its movers, the launch its slowest.
+
+    Args:
+        cores: the counters of each core.
+        column: the constants.
+    """
+    return max(core_us(counts, column, len(cores)) for counts in cores) + LAUNCH_US
+
+
+def core_us(counts: dict[str, int], column: CostColumn, cores: int) -> float:
+    """Model what one of `cores` cores does."""
+    vector = sum(
+        column.costs[kind][0] * counts[f"{kind}_elements"] + column.costs[kind][1] * counts[f"{kind}_instructions"]
+        for kind in KINDS
+    )
+    long_bytes = counts["mte2_long_bytes"]
+    load = long_bytes / (9.91 + 15.9 / cores) + (counts["mte2_bytes"] - long_bytes) / (7.91 + 7.31 / cores)
+    store = counts["mte3_bytes"] / (9.96 + 3.79 / cores)
+    return max(vector, load, store) / CLOCK_PER_US
+
+
+def product_us(batch: int, m: int, k: int, n: int, column: CostColumn, share: float) -> float:
+    """Model a vendor's product of [batch, m, k] and [batch, k, n] in bf16."""
+    flop_us = 2.0 * batch * m * k * n / (share * CUBE_FLOP_PER_US)
+    input_us = 2 * batch * (m * k + k * n) / HBM_BYTES_PER_US
+    return max(flop_us, 2 * batch * m * n / column.output_bytes_per_us, input_us) + PRODUCT_US
+
+
+class Layer(NamedTuple):
+    """The counts of each core in our three kernels of one layer, and its sizes.
+
+    The last layer of a prefill only fills pages: nobody reads what its queries would give.
+    """
+
+    rows: Counts
+    scores: Counts
+    finish: Counts
+    num_rows: int
+    row_slots: int
+    key_slots: int
+
+    def us(self, column: CostColumn) -> float:
+        """Model the layer."""
+        ours = sum(kernel_us(cores, column) for cores in (self.rows, self.scores, self.finish) if cores)
+        if not self.scores:  # keys and values alone
+            linear_us = product_us(1, self.num_rows, WIDTH, 4 * WIDTH, column, DENSE_SHARE)
+            return ours + linear_us + LAST_VENDOR_KERNELS * VENDOR_US
+        batched = (
+            product_us(HEADS, self.row_slots, DIM, self.key_slots, column, BATCHED_SHARE),
+            product_us(HEADS, self.row_slots, self.key_slots, DIM, column, BATCHED_SHARE),
+        )
+        linear = (
+            product_us(1, self.num_rows, WIDTH, 4 * WIDTH, column, DENSE_SHARE),
+            product_us(1, self.num_rows, WIDTH, WIDTH, column, DENSE_SHARE),
+        )
+        return ours + sum(batched) + sum(linear) + VENDOR_KERNELS * VENDOR_US
+
+
+def counted(
+    twin: Twin, cached: int, new: int, candidates: int, seed: int, cores: int = CORES, is_last: bool = False
+) -> Layer:
+    """Run a layer's kernels on the twin: `new` history rows and candidates behind `cached` tokens of one user."""
+    random = np.random.default_rng(seed)
+    rows = new + candidates
+    asking = candidates if is_last else rows
+    entry = Entry(asking, cached + rows, cached, candidates, 0, 0, 0, int(new > 0))
+    slots = row_slots(asking), key_slots(entry.keys)
+    sizes = HstuSizes(1, *slots, HEADS, DIM, DIM, "bfloat16")
+    gaps_s = np.where(random.random(cached + new) < 0.9, 40, 30_000) * random.exponential(size=cached + new)
+    history = gaps_s.astype(np.int64).cumsum()  # sittings of ten, hours apart
+    times = relative(history, int(history[-1]) + 60, candidates)
+    assert times is not None
+    laid = batch_times([entry], [times], *slots)
+    tables = layer_tables(BiasTables(torch.zeros(HEADS, 256), torch.zeros(HEADS, 64)))
+    on = Machine(cores)
+    meta = np.array([entry], np.int32)
+
+    def numbers(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
+        return np.zeros(shape, np.uint16)
+
+    pages = -(-(cached + new) // PAGE_TOKENS)
+    planes = numbers(pages, PAGE_TOKENS, HEADS, DIM), numbers(pages, PAGE_TOKENS, HEADS, DIM)
+    q, k, v = (numbers(1, HEADS, count, DIM) for count in (slots[0], slots[1], slots[1]))
+    u = numbers(asking, WIDTH)
+    ids = np.arange(pages, dtype=np.int32)
+    hstu_rows(
+        twin, sizes, numbers(rows, 4 * WIDTH), meta, ids, planes, (q, k, v, u), q_scale=-0.125, silu_all=True, on=on
+    )
+    made = twin.cores()
+    if not asking:
+        return Layer(made, (), (), rows, *slots)
+    scores = numbers(1, HEADS, *slots)
+    hstu_scores(
+        twin, sizes, scores, meta, laid.bounds, laid.rows, laid.keys, tables.times.numpy(), tables.near.numpy(), on=on
+    )
+    weighed = twin.cores()
+    norm = np.ones((2, WIDTH), np.float32)
+    out = numbers(asking, 1, WIDTH)
+    hstu_finish(twin, sizes, numbers(1, HEADS, slots[0], DIM), u, norm, meta, out, scale=-1e-3, eps=1e-6, on=on)
+    return Layer(made, weighed, twin.cores(), rows, *slots)
+
+
+def lines(seed: int, history: int = 4096, suffix: int = 64, candidates: int = 512) -> Iterator[HstuLine]:
+    """A rank on a cached prefix, and the prefill of one, each by both columns."""
+    twin = Twin()
+    chunks = [(start, min(CHUNK_TOKENS, history - start)) for start in range(0, history, CHUNK_TOKENS)]
+    cases = (
+        (f"rank {candidates} of {history + suffix} tokens", [(history + suffix, 0, candidates)], 0.8),
+        (f"prefill {history} in chunks of {CHUNK_TOKENS}", [(start, count, 0) for start, count in chunks], 3.5),
+    )
+    for name, passes, target_ms in cases:
+        layers = [counted(twin, *sizes, seed) for sizes in passes]
+        last = [counted(twin, *sizes, seed, is_last=True) for sizes in passes]
+        launches = sum(LAUNCHES * (LAYERS - 1) + (LAUNCHES if layer.scores else LAST_LAUNCHES) for layer in last)
+        host_ms = launches * DISPATCH_US[0] / 1e3, launches * DISPATCH_US[1] / 1e3
+        for column in COLUMNS:
+            ours_us = (LAYERS - 1) * sum(layer.us(column) for layer in layers) + sum(layer.us(column) for layer in last)
+            ours_ms = ours_us / 1e3
+            yield HstuLine(
+                bench="twin",
+                case=f"{name}, {LAYERS} layers, {column.name}",
+                ours=ours_ms,
+                unit="ms (model)",
+                baseline=f"target in graphs; eager dispatch {host_ms[0]:.1f} to {host_ms[1]:.1f} ms more",
+                baseline_value=target_ms,
+                ratio=target_ms / ours_ms,
+                target=1.0,
+                ok=ours_ms <= target_ms,
+                host_ms=host_ms,
+            )

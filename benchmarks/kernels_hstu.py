@@ -1,0 +1,198 @@
+"""HSTU on the CPU kernels: attention against the FMA roof, a whole rank against its flop floor and a naive cached path.
+
+Roofs are measured in the same run by the library's own probes, in the arithmetic that the kernel uses. Everything runs
+on one thread, in the thread's CPU time (a neighbour then costs caches but no waiting), in turn with its baseline.
+Floors: attention 4 flops a pair and dimension of queries and keys, causal at half its square; a rank as `rank.flops`.
+Keys and values are packed once, into the pages, before any attention: that is its own line, against a plain copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from benchmarks import rank
+from benchmarks.line import Line, percentiles, timed_in_turn
+from npu_gr.backend import tiles
+from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.cpu.library import Native
+from npu_gr.core.errors import ConfigError
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.segment import Past, Segment
+
+LENGTHS = (1024, 4096)
+CANDIDATES = (100, 500)
+HEADS = 4
+WIDTH = 64
+OF_PEAK = 0.7
+OF_FLOOR = 1.5
+TIMES_NAIVE = 4.0
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the result's largest number
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class NaiveCachedBackend(CPUBackend):
+    """The public way to rank against cached keys in plain torch: an N x N mask a layer, of which the new rows are kept.
+
+    Candidates are appended to copies of the cached keys and values. It knows no relative bias.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("off")
+
+    def hstu_targets(self, call: HstuCall) -> Tensor:
+        """Attend; `bias` must be zero."""
+        slabs = tiles.natural(call.cached)
+        keys, values = (torch.cat([*(s[i] for s in slabs), own]) for i, own in ((0, call.k), (1, call.v)))
+        m = len(call.times)
+        n = len(keys)
+        ids = torch.arange(n).clamp_(max=m)
+        mask = torch.eye(n, dtype=torch.bool) | (ids[:, None] - ids[None, :] > 0)
+        weights = silu(torch.einsum("chd,nhd->hcn", call.q, keys) * call.alpha) * mask[m:]
+        return torch.einsum("hcn,nhd->chd", weights, values)
+
+
+def roof_flops(native: Native, dtype: torch.dtype, budget_s: float = 0.2) -> float:
+    """Floating-point operations a second of the best loop for this dtype: VDPBF16PS for bf16 where there is one."""
+    uses_dot = dtype == torch.bfloat16 and native.has_bf16_dot
+    probe = native.kernels.probe_fma_bf16 if uses_dot else native.kernels.probe_fma_f32
+    flops = native.kernels.probe_flops_bf16 if uses_dot else native.kernels.probe_flops_f32
+    repeats = 4000  # a millisecond: shorter ones are counted too short now and then
+    ((*samples,),) = timed_in_turn([lambda: probe(repeats)], budget_s, clock=time.thread_time)
+    return float(repeats * flops / min(samples))
+
+
+def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
+    """Measure, a line a case. A wrong result is an AssertionError before anything is timed."""
+    backend = CPUBackend(isa=isa)
+    if backend.native is None:
+        raise ConfigError("bench kernels: the CPU kernels are not built; pip install npu_gr where there is a g++")
+    torch.manual_seed(seed)
+    for dtype in DTYPES:
+        for length in LENGTHS:
+            yield from _attention(backend, backend.native, dtype, length, budget_s)
+        for c in CANDIDATES:
+            yield from _rank(backend, backend.native, dtype, max(LENGTHS), c, budget_s)
+
+
+def _attention(backend: CPUBackend, native: Native, dtype: torch.dtype, length: int, budget_s: float) -> Iterator[Line]:
+    off = CPUBackend("off")
+    mixed = torch.randn(length, 3 * HEADS * WIDTH).to(dtype)
+    q, k, v = (x.unflatten(1, (HEADS, WIDTH)) for x in mixed.chunk(3, dim=1))
+    times = torch.cumsum(torch.randint(1, 100_000, (length,)), 0)
+    bias = BiasTables(torch.randn(HEADS, 256).to(dtype), torch.randn(HEADS, 64).to(dtype))
+    into = tiles.empty(-(-length // tiles.TILE_TOKENS), HEADS, WIDTH, WIDTH, dtype)
+    backend.pack_kv(into, 0, k, v)
+    held = into._replace(num_tokens=length)
+    at = int(times[-1]) + 60
+    pair = 4 * HEADS * WIDTH  # flops of one query and one key, over all heads
+    copied = torch.empty_like(k), torch.empty_like(v)
+    ours, theirs = timed_in_turn(
+        [lambda: backend.pack_kv(into, 0, k, v), lambda: [to.copy_(x) for to, x in zip(copied, (k, v), strict=True)]],
+        budget_s,
+        clock=time.thread_time,
+    )
+    yield _line(f"pack_kv L={length} {_name(dtype)}", native, ours, min(theirs), "copying the rows", theirs, None)
+    plain = HstuCall(q, k, v, [], times, bias, 0.125)
+    tiled = plain._replace(k=k[:0], v=v[:0], cached=[held])  # all tokens are in tiles already
+    cases = [(f"prefill L={length}", pair * length * (length + 1) / 2, "hstu_causal", tiled, plain)]
+    for c in CANDIDATES:
+        rows = HstuCall(q[:c], k[:c], v[:c], [held], times, bias, 0.125, query_time=at)
+        flops = float(pair * c * (length + 1))
+        cases.append((f"rank L={length} M={c}", flops, "hstu_targets", rows, rows._replace(cached=[(k, v)])))
+    for name, flops, op, ours_call, torch_call in cases:
+        run_ours = partial(getattr(backend, op), ours_call)
+        run_torch = partial(getattr(off, op), torch_call)
+        want = run_torch()
+        assert float((run_ours() - want).abs().max()) <= TOLERANCE[dtype] * float(want.abs().max()), name
+        roof = roof_flops(native, dtype)
+        ours, theirs = timed_in_turn([run_ours, run_torch], budget_s, clock=time.thread_time)
+        yield _line(f"{name} {_name(dtype)}", native, ours, flops / roof, "torch ops", theirs, 1 / OF_PEAK)
+
+
+def _rank(
+    backend: CPUBackend, native: Native, dtype: torch.dtype, length: int, c: int, budget_s: float
+) -> Iterator[Line]:
+    """The naive path has no bias, so neither has the model: its tables are zero, and are looked up all the same."""
+    shape = rank.config()
+    model = HSTU(shape).cast(dtype).eval()
+    model.freeze_items()
+    naive = NaiveCachedBackend()
+    nothing = torch.empty(0, dtype=torch.int64)
+    items = torch.randint(shape.num_items, (length,))
+    times = torch.cumsum(torch.randint(100_000, (length,)), 0)
+    candidates = torch.randint(shape.num_items, (c,))
+    hit = Segment(
+        items=nothing, actions=nothing, times=nothing, candidates=candidates, candidate_time=int(times[-1]) + 60
+    )
+
+    def cached(b: CPUBackend) -> Segment:
+        layout = KVLayout(
+            num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
+            dtype=_name(dtype), arrangement=b.arrangement(dtype, 64),
+        )  # fmt: skip
+        runs = (PageRun(0, layout.pages(length)),)
+        arena = KVArena(layout, layout.pages(length), b.device, pack=b.pack_kv)
+        history = Segment(items=items, actions=items * 0, times=times, candidates=nothing, sink=arena.sink(runs))
+        model(backend, [history])
+        return replace(hit, past=Past(times, lambda layer: arena.slabs(layer, runs, length)))
+
+    ours = cached(backend)
+    theirs = cached(naive)
+    want = model(naive, [theirs])[0]
+    got = model(backend, [ours])[0]
+    drift = float((got - want).abs().max() / want.abs().max())
+    assert drift <= TOLERANCE[dtype], f"rank L={length} M={c}: {drift:.1e}"
+    floor_s = rank.flops(shape, length, c, True) / roof_flops(native, dtype)
+    mine, other = timed_in_turn(
+        [lambda: model(backend, [ours]), lambda: model(naive, [theirs])], budget_s, clock=time.thread_time
+    )
+    case = f"request L={length} M={c} layers={shape.num_layers} d={shape.dim} {_name(dtype)}"
+    yield _line(case, native, mine, floor_s, "naive cached path, N x N mask", other, OF_FLOOR, TIMES_NAIVE)
+
+
+def _line(
+    case: str,
+    native: Native,
+    ours: list[float],
+    floor_s: float,
+    baseline: str,
+    theirs: list[float],
+    times_floor: float | None,
+    target: float | None = None,
+) -> Line:
+    """`ok`: within `times_floor` of the floor at best (the roof is a best too), and `target` times the baseline.
+
+    Without `times_floor` there is no target.
+    """
+    ours_ms, p10, p90 = (value * 1e3 for value in percentiles(ours))
+    theirs_ms = percentiles(theirs)[0] * 1e3
+    of_floor = floor_s / min(ours)
+    return Line(
+        bench="kernels",
+        case=f"hstu {case} {native.isa}",
+        ours=ours_ms,
+        unit="ms",
+        baseline=baseline,
+        baseline_value=theirs_ms,
+        ratio=theirs_ms / ours_ms,
+        target=target,
+        ok=None if times_floor is None else of_floor >= 1 / times_floor and theirs_ms / ours_ms >= (target or 0),
+        floor=floor_s * 1e3,
+        of_floor=of_floor,
+        p10=p10,
+        p90=p90,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

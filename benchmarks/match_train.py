@@ -1,0 +1,83 @@
+"""`python -m benchmarks match-train`: what training on a million edges costs, in CPU minutes and memory.
+
+Edges are synthetic (evenly random users, items with a long tail), because time and memory depend on the sizes alone. A
+few steps of each stage are timed, and the time of a default training is computed from them, without evaluations.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from benchmarks.line import Line
+from npu_gr.train.graph import Graph
+from npu_gr.train.match.domains import MatchData, hold_out
+from npu_gr.train.match.options import MatchOptions
+from npu_gr.train.match.train import StageProgress, Trainer
+
+SOURCE_SHARE = 0.7  # of the edges
+EDGES_A_USER = 10
+EDGES_AN_ITEM = 10
+MINUTES = 10.0  # CPU time, at most
+GIGABYTES = 4.0  # peak memory, at most
+
+
+def lines(num_edges: int, num_steps: int, seed: int) -> Iterator[Line]:
+    """Two lines: CPU minutes of a default training, and the process' peak memory.
+
+    Args:
+        num_edges: of both domains.
+        num_steps: steps of each stage to time, after a first step that does not count.
+        seed: of the edges.
+    """
+    random = np.random.default_rng(seed)
+    num_users = num_edges // EDGES_A_USER
+    source = _graph(random, round(num_edges * SOURCE_SHARE), num_users)
+    target, validation = hold_out(_graph(random, num_edges - len(source.users), num_users), random, 2, 2000)
+    steps = num_steps + 1
+    options = MatchOptions(
+        source_steps=steps, target_steps=steps, inter_steps=steps, evaluate_every=steps + 1, patience=0,
+        batch_edges=min(65_536, num_edges // 16), batch_anchors=2048,
+    )  # fmt: skip
+    ends_at: dict[str, list[float]] = {}
+    no_twins = Graph(np.empty(0, np.int64), np.empty(0, np.int64), num_users, target.num_items)
+    Trainer(MatchData(source, target, validation, no_twins), options).run(lambda done: _note(ends_at, done))
+    defaults = MatchOptions()
+    planned = {"source": defaults.source_steps, "target": defaults.target_steps, "inter": defaults.inter_steps}
+    step_s = {stage: float(np.median(np.diff(ends))) for stage, ends in ends_at.items()}
+    minutes = sum(step_s[stage] * num for stage, num in planned.items()) / 60
+    each = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in step_s.items())
+    yield _line(f"{num_edges} edges, {sum(planned.values())} steps ({each})", minutes, "CPU min", MINUTES)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    yield _line(f"{num_edges} edges, peak memory", peak / 1e9, "GB", GIGABYTES)
+
+
+def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph:
+    num_items = num_edges // EDGES_AN_ITEM
+    users = random.integers(0, num_users, num_edges)
+    items = (num_items * random.random(num_edges) ** 2).astype(np.int64)
+    edges = np.unique(users * num_items + items)
+    return Graph(edges // num_items, edges % num_items, num_users, num_items)
+
+
+def _note(ends_at: dict[str, list[float]], done: StageProgress) -> None:
+    if done.done < done.total:  # a stage is evaluated after its last step, which would count
+        ends_at.setdefault(done.stage, []).append(time.process_time())
+
+
+def _line(case: str, ours: float, unit: str, limit: float) -> Line:
+    return Line(
+        bench="match-train",
+        case=case,
+        ours=ours,
+        unit=unit,
+        baseline="at most",
+        baseline_value=limit,
+        ratio=limit / ours,
+        target=1.0,
+        ok=ours <= limit,
+    )

@@ -1,0 +1,174 @@
+"""`python -m benchmarks metrics`: what counting, tracing and logging add to a rank.
+
+It compares the CPU time of all that the metrics, the trace context and the access log do for one rank with the CPU time
+of the rank's pass alone, on a cached history. A whole request takes more, so the true share is smaller. The counts are
+compared with what was sent before anything is timed.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+
+from benchmarks.line import Line, percentiles
+from benchmarks.rank import config
+from npu_gr.backend.choose import choose
+from npu_gr.core.history import HistoryReport, UserKey
+from npu_gr.core.kinds import RANK
+from npu_gr.core.request import Outcome, RankAnswer, Reason
+from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.trace import CURRENT, begin
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.segment import Past, Segment
+from npu_gr.server.access_log import AccessLog, EndedRequest
+from npu_gr.server.access_log import log as request_log
+from npu_gr.server.config import ServerConfig
+from npu_gr.service.config import SLOConfig
+
+SHARE = 0.01  # of a rank's CPU time, at most
+SHAPES = ((2, 64, 100), (8, 256, 100))  # layers, width, candidates: the demo's, and that of `bench rank`
+REPEATS = 200  # one is too short for the clock
+
+ANSWER = RankAnswer(
+    model_version="v",
+    outcome=Outcome.HBM_HIT,
+    reason=Reason.NONE,
+    scores={"click": np.zeros(100, np.float32), "like": np.zeros(100, np.float32)},
+    top=None,
+    history=HistoryReport(fingerprint="f" * 32, num_tokens=256),
+    prefix_tokens=256,
+    stages_s={"history": 4e-4, "lease": 5e-5, "queue": 5e-5, "device": 2e-3},
+)
+
+
+def lines(seed: int, budget_s: float) -> Iterator[Line]:
+    """Two lines for each shape: metrics with exemplars; and the trace context and the log line as well."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, SLOConfig().objectives())
+    access_log = AccessLog(ServerConfig())
+    user = UserKey("", "u")
+
+    def count() -> None:
+        metrics.requests.in_flight.inc()
+        metrics.rank.history_read(ANSWER.history)
+        metrics.engine.batch_done(1, 100)
+        metrics.engine.worked("rank", 2e-3)
+        metrics.relay.first_used(0.05)
+        metrics.rank.answered(ANSWER)
+        metrics.requests.answered(RANK, ANSWER, 3e-3)
+        metrics.requests.in_flight.dec()
+        metrics.requests.done(RANK.name, RANK.path, 200, 3e-3, ANSWER.stages_s)
+
+    def count_and_tell() -> None:
+        trace = begin(None)
+        CURRENT.set(trace)
+        count()
+        ended = EndedRequest(
+            kind="rank",
+            trace=trace,
+            request_id="r" * 32,
+            method="POST",
+            route="/v1/rank",
+            status=200,
+            duration_s=3e-3,
+            user=user,
+            answer=ANSWER,
+        )
+        access_log.write(ended)
+
+    with _logged_to_memory():
+        CURRENT.set(begin(None))
+        count()
+        counted = registry.get_sample_value("npu_gr_slo_requests_total", {"kind": "rank", "result": "good"})
+        assert counted == 1, counted
+        for layers, width, candidates in SHAPES:
+            rank = _pass(layers, width, candidates, seed)
+            for name, work in (("counts", count), ("counts, trace, log line", count_and_tell)):
+                ranked, added = _cpu_in_turn(rank, work, budget_s)
+                rank_us = percentiles(ranked)[0] * 1e6
+                ours_us, p10, p90 = (seconds * 1e6 for seconds in percentiles(added))
+                yield Line(
+                    bench="metrics",
+                    case=f"{name}; rank of {candidates}, layers={layers} d={width}",
+                    ours=ours_us,
+                    unit="us CPU",
+                    baseline="the rank's own pass, cached",
+                    baseline_value=rank_us,
+                    ratio=rank_us / ours_us,
+                    target=1 / SHARE if work is count else None,
+                    ok=ours_us <= SHARE * rank_us if work is count else None,
+                    p10=p10,
+                    p90=p90,
+                )
+
+
+def _pass(layers: int, width: int, candidates: int, seed: int) -> Callable[[], object]:
+    """A function that scores against a history of 256 tokens whose keys and values are cached."""
+    torch.manual_seed(seed)
+    backend = choose("cpu")
+    shape = config(layers, width)
+    model = HSTU(shape).eval()
+    model.freeze_items()
+    items = torch.randint(shape.num_items, (256,))
+    times = torch.arange(256) * 1000
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    nothing = torch.empty(0, dtype=torch.int64)
+    history = Segment(
+        items=items,
+        actions=torch.zeros_like(items),
+        times=times,
+        candidates=nothing,
+        sink=lambda layer, k, v: kept.__setitem__(layer, (k, v)),
+    )
+    model(backend, [history])
+    hit = Segment(
+        items=nothing,
+        actions=nothing,
+        times=nothing,
+        candidates=torch.randint(shape.num_items, (candidates,)),
+        candidate_time=256_000,
+        past=Past(times, lambda layer: [kept[layer]]),
+    )
+    return lambda: model(backend, [hit])
+
+
+def _cpu_in_turn(
+    rank: Callable[[], object], work: Callable[[], None], budget_s: float
+) -> tuple[list[float], list[float]]:
+    """CPU seconds of each rank, and of each call of `work`, in turn."""
+    ranked: list[float] = []
+    added: list[float] = []
+    rank()
+    ends_at = time.perf_counter() + budget_s
+    while len(ranked) < 5 or time.perf_counter() < ends_at:
+        began_at = time.process_time()
+        rank()
+        ranked.append(time.process_time() - began_at)
+        began_at = time.process_time()
+        for _ in range(REPEATS):
+            work()
+        added.append((time.process_time() - began_at) / REPEATS)
+    return ranked, added
+
+
+@contextmanager
+def _logged_to_memory() -> Iterator[None]:
+    """Format and write log lines, into memory that nobody reads."""
+    handler = logging.StreamHandler(io.StringIO())
+    level = request_log.level
+    request_log.propagate = False
+    request_log.addHandler(handler)
+    request_log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        request_log.removeHandler(handler)
+        request_log.setLevel(level)
+        request_log.propagate = True

@@ -1,0 +1,264 @@
+"""`python -m benchmarks quality`: what we serve beside the strongest simple baseline, on data of yours.
+
+Everything is trained in this run by the trainers' own functions, with the same split and the same validation for all.
+The strongest baseline is the one with the best mean over the seeds on the test itself, so the comparison is hard on us.
+The interval is of ours less the baseline's: a paired bootstrap that draws seeds and users. `ok` says that ours is not
+below beyond it; a line with a floor says that ours reaches it.
+
+  match    every ordered pair of folders with a train.txt that share users; HIT@10 and HIT@50 over all target items
+  next     the next item of a log, leave-one-out, items of the history left out unless most next items are repeats;
+           HR@10 and NDCG@10
+  codes    the generator with given semantic IDs and with its own, all items, beside what others published of the log
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from benchmarks.line import Line, compared
+from npu_gr.core.errors import DataError
+from npu_gr.features.interactions import Interactions
+from npu_gr.train.baselines.sasrec import SASRec, SASRecOptions
+from npu_gr.train.data import build_log
+from npu_gr.train.generate.train import BEAUTY, BEAUTY_GIVEN, MOVIELENS, SPLIT, GenerateOptions, train_generator
+from npu_gr.train.generate.train import QUICK as QUICK_GENERATOR
+from npu_gr.train.match.arms import EXPORT, POPULARITY, SCCDR, Bench
+from npu_gr.train.match.candidates import BASELINES
+from npu_gr.train.match.domains import Domains, read_domains, split
+from npu_gr.train.match.options import MatchOptions
+from npu_gr.train.metrics import F64, hits, ndcg_of_each
+from npu_gr.train.next_item import NextItemRanks, rank_next_items, sample_targets
+from npu_gr.train.paired import difference
+from npu_gr.train.rank.options import PRESETS, TrainOptions
+from npu_gr.train.rank.train import train_rank
+from npu_gr.train.retrieve.train import RetrieveOptions, train_retriever
+from npu_gr.train.site.options import options_for
+
+DENSITY = 0.4  # share of the target's edges that matching is trained on
+NUM_VALIDATION = 2000
+# (source, target) of DisenCDR's folders -> what is served: HIT@10 and HIT@50, and HIT@50 of SCCDR alone
+MATCH_FLOORS = {
+    ("sport_phone", "phone_sport"): (0.050, 0.130, 0.122),
+    ("phone_sport", "sport_phone"): (0.042, 0.090, 0.080),
+}
+
+METRICS: dict[str, Callable[[F64], F64]] = {
+    "HIT@10": partial(hits, k=10),
+    "HIT@50": partial(hits, k=50),
+    "HR@10": partial(hits, k=10),
+    "NDCG@10": partial(ndcg_of_each, k=10),
+}
+T = TypeVar("T", bound=msgspec.Struct)
+Ranks = Mapping[str, list[F64]]  # model -> ranks of each seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How long each model is trained."""
+
+    seeds: tuple[int, ...]
+    match: MatchOptions
+    retrieve: RetrieveOptions
+    generate: GenerateOptions
+    given_codes: GenerateOptions  # with given semantic IDs
+    own_codes: GenerateOptions
+    rank: TrainOptions
+    features: TrainOptions  # with groups of features: long enough to tell them apart
+    sasrec: SASRecOptions
+
+
+def _unserved(options: T) -> T:
+    """Leave out the refit: what is measured is the evaluated model."""
+    return msgspec.structs.replace(options, refit=False)
+
+
+FULL = Effort(
+    seeds=(0, 1, 2),
+    match=MatchOptions(),
+    retrieve=_unserved(RetrieveOptions()),
+    generate=_unserved(MOVIELENS),
+    given_codes=_unserved(BEAUTY_GIVEN),
+    own_codes=_unserved(BEAUTY),
+    rank=_unserved(msgspec.structs.replace(PRESETS["demo"], split="leave-one-out")),
+    features=_unserved(msgspec.structs.replace(PRESETS["demo"], num_layers=1, epochs=4)),
+    sasrec=SASRecOptions(),
+)
+QUICK = Effort(
+    seeds=(0,),
+    match=MatchOptions(source_steps=20, target_steps=20, inter_steps=10),
+    retrieve=_unserved(RetrieveOptions(windows=(5,), powers=(0.5,))),
+    generate=_unserved(msgspec.structs.replace(QUICK_GENERATOR, epochs=2, validate_every=2)),
+    given_codes=_unserved(msgspec.structs.replace(BEAUTY_GIVEN, epochs=1, validate_every=1, test_users=500)),
+    own_codes=_unserved(msgspec.structs.replace(BEAUTY, epochs=1, validate_every=1, test_users=500)),
+    rank=_unserved(msgspec.structs.replace(PRESETS["quick"], epochs=1, split="leave-one-out")),
+    features=_unserved(msgspec.structs.replace(PRESETS["quick"], num_layers=1, epochs=1)),
+    sasrec=SASRecOptions(epochs=2),
+)
+"""Shows that everything runs, in minutes; nothing is trained to its end, so `ok` may well be false."""
+
+
+def match_lines(folder: Path, effort: Effort) -> Iterator[Line]:
+    """Matching: what is served, and SCCDR alone.
+
+    Args:
+        folder: has a folder with `train.txt` and perhaps `test.txt` for each domain.
+        effort: of the trainings.
+
+    Raises:
+        DataError: no two of the domains share users.
+    """
+    names = sorted(path.parent.name for path in folder.glob("*/train.txt"))
+    found = False
+    for source, target in permutations(names, 2):
+        test = folder / target / "test.txt"
+        try:
+            domains = read_domains(
+                folder / source / "train.txt", folder / target / "train.txt", test if test.exists() else None
+            )
+        except DataError as error:
+            if "share no user" in str(error):
+                continue
+            raise
+        found = True
+        yield from _pair_lines(f"match {source} -> {target}", domains, effort, MATCH_FLOORS.get((source, target)))
+    if not found:
+        raise DataError(f"{folder}: no two folders with a train.txt that share users")
+
+
+def _pair_lines(
+    case: str, domains: Domains, effort: Effort, floors: tuple[float, float, float] | None
+) -> Iterator[Line]:
+    judges = {"": domains.judge(), ", twins too": domains.judge_with_twins()}
+    ranks: dict[str, dict[str, list[F64]]] = {kind: {} for kind in judges}
+    for seed in effort.seeds:
+        bench = Bench(split(domains, DENSITY, NUM_VALIDATION, seed), effort.match, seed)
+        for arm in (POPULARITY, *BASELINES, SCCDR, EXPORT):
+            if (fitted := bench.fit(arm)) is not None:
+                for kind, judge in judges.items():
+                    ranks[kind].setdefault(arm, []).append(judge.ranks_by(fitted.scores))
+    for kind, found in ranks.items():
+        simple = {arm: rows for arm, rows in found.items() if arm in BASELINES or arm == POPULARITY}
+        for name in ("HIT@10", "HIT@50"):
+            yield _line(f"{case}{kind}: served", name, found[EXPORT], simple)
+    served, alone = ranks[""][EXPORT], ranks[""][SCCDR]
+    yield _line(f"{case}: SCCDR alone", "HIT@50", alone, {POPULARITY: ranks[""][POPULARITY]})
+    if floors is not None:
+        yield _floor_line(f"{case}: served", "HIT@10", served, "the floor", floors[0])
+        yield _floor_line(f"{case}: served", "HIT@50", served, "the floor", floors[1])
+        yield _floor_line(f"{case}: SCCDR alone", "HIT@50", alone, "the floor", floors[2])
+
+
+def next_lines(interactions: Interactions, case: str, effort: Effort) -> Iterator[Line]:
+    """The next item: what each trainer serves, items of the history left out unless most next items are repeats.
+
+    Args:
+        interactions: the log.
+        case: its name.
+        effort: of the trainings.
+    """
+    learnt = {seed: _sasrec(interactions, effort, seed) for seed in effort.seeds}
+    ways: dict[str, Callable[[int], _Compared]] = {
+        "train retrieve": lambda seed: _retrieved(interactions, effort, seed),
+        "train generate": lambda seed: _generated(interactions, effort, seed),
+        "train rank": lambda seed: _ranked(interactions, effort, seed),
+    }
+    for way, train in ways.items():
+        ours: list[F64] = []
+        simple: dict[str, list[F64]] = {}
+        of_what = "unseen"
+        for seed in effort.seeds:
+            found, baselines = train(seed)
+            ours.append(found.judged)
+            of_what = "all items" if found.judges_all else of_what
+            for name, ranks in (baselines | {SASRec.name: learnt[seed]}).items():
+                simple.setdefault(name, []).append(ranks.judged)
+        for name in ("HR@10", "NDCG@10"):
+            yield _line(f"next {case}: {way}, {of_what}", name, ours, simple)
+
+
+_Compared = tuple[NextItemRanks, dict[str, NextItemRanks]]  # ours, and the baselines'
+
+
+def _sasrec(interactions: Interactions, effort: Effort, seed: int) -> NextItemRanks:
+    log = build_log(interactions, [], SPLIT)
+    targets = sample_targets(log.next_items(), effort.retrieve.test_users, seed)
+    model = SASRec(log, SPLIT, seed, effort.sasrec)
+    return rank_next_items(log, targets, (model.next_items(log, user) for user, _ in targets))
+
+
+def _retrieved(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
+    report = train_retriever(interactions, msgspec.structs.replace(effort.retrieve, seed=seed)).report
+    return report.vectors.ranks, {row.model: row.ranks for row in report.baselines}
+
+
+def _generated(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
+    report = train_generator(interactions, [], msgspec.structs.replace(effort.generate, seed=seed)).report
+    return report.generator.ranks, {row.model: row.ranks for row in report.baselines}
+
+
+def _ranked(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
+    _, evaluation = train_rank(interactions, [], msgspec.structs.replace(effort.rank, seed=seed))
+    return evaluation.ranker.ranks, {row.model: row.ranks for row in evaluation.baselines}
+
+
+def codes_lines(interactions: Interactions, codes: Path, case: str, effort: Effort) -> Iterator[Line]:
+    """The generator with given semantic IDs and with its own, on one seed: each takes half an hour.
+
+    Args:
+        interactions: the log.
+        codes: JSON {"item": [code, ...]}.
+        case: the log's name.
+        effort: of the training.
+    """
+    own_count = options_for(len(np.unique(interactions.items))).generate.code_count
+    ways = (("given IDs", codes, effort.given_codes), ("own IDs", None, effort.own_codes))
+    for kind, path, of_kind in ways:
+        options = msgspec.structs.replace(of_kind, seed=effort.seeds[0], code_count=own_count)
+        report = train_generator(interactions, [], options, path).report
+        ours = [report.generator.ranks.overall]
+        simple = {row.model: [row.ranks.overall] for row in report.baselines}
+        for name in ("HR@10", "NDCG@10"):
+            yield _line(f"codes {case}: train generate, {kind}, all items", name, ours, simple)
+        for row in report.published if options.test_users >= len(interactions.user_names) else ():
+            yield _floor_line(
+                f"codes {case}: train generate, {kind}, all items", "HR@10", ours, row.model, row.hr_at_10
+            )
+
+
+def _line(case: str, name: str, ours: list[F64], baselines: Ranks) -> Line:
+    """Compare ours with the strongest baseline over the seeds."""
+    means = {model: _mean(name, ranks) for model, ranks in baselines.items()}
+    best = max(means, key=lambda model: means[model])
+    metric = METRICS[name]
+    found = difference(np.array([metric(r) for r in ours]), np.array([metric(r) for r in baselines[best]]))
+    value = _mean(name, ours)
+    return Line(
+        bench="quality",
+        case=f"{case}, {name}",
+        ours=value,
+        unit=name,
+        baseline=best,
+        baseline_value=means[best],
+        ratio=value / means[best] if means[best] else float("nan"),
+        target=1.0,
+        ok=found.high >= 0,
+        low=found.low,
+        high=found.high,
+    )
+
+
+def _floor_line(case: str, name: str, ours: list[F64], baseline: str, floor: float) -> Line:
+    value = _mean(name, ours)
+    return compared("quality", f"{case}, {name}, {baseline}", value, name, baseline, floor, value / floor, 1.0)
+
+
+def _mean(name: str, ranks: list[F64]) -> float:
+    return float(np.mean([METRICS[name](row).mean() for row in ranks]))

@@ -1,0 +1,338 @@
+"""`benchmarks quality --only cold`: items that were not in the training, scored by their features and codes alone.
+
+    items      a tenth of them, drawn at random: all their events are taken out of the training
+    training   the oldest four fifths of each user's events; of these the last one is held out for the evaluation
+    judged     the newest fifth of each user's events. The history of an event is everything before it, cold items
+               included: they are known by then, as items are that POST /v1/catalog/items added
+
+The ranker reads the items' features. The generator's semantic IDs are made by residual k-means of the items' neighbours
+and features. A cold item has no neighbours: its semantic ID comes of its features alone.
+
+  AUC like     of the events with cold items; positive: the value reaches the task's threshold
+  AUC chosen   of each event with a cold item: the share of the other cold items, which the user never had, below it
+  HR@10        of the events' cold items among the whole catalogue, items of the history left out
+  AUC warm     as AUC like, of the events with all other items, beside the same ranker trained without row dropout
+  HR@10 warm   of the whole log's last events, unseen, NDCG@10 too: the same two rankers, once a seed
+
+What a cold item's popularity in the training is worth needs no model: it has none, so its AUC is .5. The baselines know
+its genre: how often, and how well, trained items of the genre were received.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from benchmarks.line import Line
+from npu_gr.core.arrays import I64
+from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.item_rows import NewItems
+from npu_gr.model.weights import Checkpoint
+from npu_gr.train.data import InteractionLog, NextItem, build_log, to_train_on
+from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, item_vectors, residual_codes
+from npu_gr.train.generate.retrieval import GeneratorJudge
+from npu_gr.train.generate.train import SPLIT, GenerateOptions, train_generator
+from npu_gr.train.metrics import F64, auc, hits, ndcg_of_each
+from npu_gr.train.next_item import sample_targets
+from npu_gr.train.paired import Difference, difference, difference_of_auc, difference_of_users
+from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
+from npu_gr.train.rank.train import train_rank
+from npu_gr.train.rank.validation import user_vectors
+
+COLD_RATIO = 0.1  # of the items
+MAX_TARGETS = 1000  # events with cold items behind HR@10
+LIKE = "like"
+LEAST_AUC = 0.65  # of cold items
+LEAST_GAIN = 0.05  # of that over a baseline's
+LEAST_HITS = 0.8  # of the generator's
+MOST_LOSS = 0.002  # of the AUC of other items
+
+
+def cold_lines(
+    interactions: Interactions,
+    features: Sequence[ItemValues],
+    case: str,
+    rank: TrainOptions,
+    generate: GenerateOptions,
+) -> Iterator[Line]:
+    """Train with a tenth of the items taken out, and judge those.
+
+    Args:
+        interactions: the log, of ratings.
+        features: of its items; the first one names the genres of the baselines.
+        case: the log's name.
+        rank, generate: options of the trainings, without a refit.
+    """
+    split = cold_log(interactions, features, generate, rank.seed)
+    log, first = split.judged, split.num_trained_items
+    judged = ~log.trained
+    is_cold = log.items >= first
+    warm_users, cold_users = log.users[judged & ~is_cold], log.users[judged & is_cold]
+
+    def trained(row_dropout: float) -> tuple[Checkpoint, HSTU, F64]:
+        options = msgspec.structs.replace(rank, split=SPLIT, row_dropout=row_dropout)
+        checkpoint, _ = train_rank(split.trained, split.features, options)
+        wide = with_new_items(checkpoint.model, split.new)
+        return checkpoint, wide, judged_logits(LogInputs(log, wide), wide, wide.config.tasks.index(LIKE))
+
+    checkpoint, wide, logits = trained(rank.row_dropout)
+    _, _, plain = trained(0.0)
+    likes = log.values >= 4
+    labels, cold = likes[judged], is_cold[judged]
+    genres = _genre_scores(split, features[0], likes.astype(np.float64))
+    for name, scores in (("popularity", np.zeros(len(log.items))), ("likes of the genre", genres.liked[log.items])):
+        base = scores[judged][cold]
+        yield _auc_line(f"cold {case}: AUC like", name, logits[cold], base, labels[cold], cold_users)
+    yield _warm_line(f"cold {case}: AUC warm", logits[~cold], plain[~cold], labels[~cold], warm_users)
+
+    events = np.flatnonzero(judged & is_cold)
+    every = [NextItem(int(user), int(event)) for user, event in zip(log.users[events], events, strict=True)]
+    targets = sample_targets(every, MAX_TARGETS, rank.seed)
+    inputs = LogInputs(log, wide)
+    vectors, table = user_vectors(inputs, wide, targets), wide.item_vectors()[first:]
+    chosen = _chosen(log, targets, first, (vectors @ table.T).numpy().astype(np.float64))
+    by_genre = _chosen(log, targets, first, np.tile(genres.popular[first:], (len(targets), 1)))
+    for name, base in (("popularity", np.full(len(targets), 0.5)), ("popularity of the genre", by_genre)):
+        yield _chosen_line(f"cold {case}: AUC chosen", name, chosen, base)
+
+    order = checkpoint.order
+    assert order is not None
+    sizes = ListSizes(rank.num_retrieved, rank.num_followers, rank.num_neighbours)
+    lists = list(retrieved_lists(inputs, wide, order, targets, sizes))
+    generated = _generated(split, generate, targets)
+    for way, scores_of in (
+        ("recommend", lambda found: found.scores(order)),
+        ("its retrieval alone", lambda found: found.retrieval),
+    ):
+        ours = _ranks(log, lists, targets, scores_of)
+        for k in (10, 50):
+            yield _hits_line(f"cold {case}: {way}, HR@{k}", hits(ours, k), hits(generated, k))
+
+
+def warm_lines(
+    interactions: Interactions, features: Sequence[ItemValues], case: str, rank: TrainOptions, seeds: Sequence[int]
+) -> Iterator[Line]:
+    """Train with and without row dropout, and compare what it does to the next items of all users.
+
+    Args:
+        interactions: the log.
+        features: of its items.
+        case: the log's name.
+        rank: options of the trainings, without a refit.
+        seeds: of the trainings.
+    """
+    ours, theirs = (
+        [
+            train_rank(
+                interactions,
+                features,
+                msgspec.structs.replace(rank, split=SPLIT, row_dropout=row_dropout, seed=seed),
+            )[1].ranker.ranks.unseen
+            for seed in seeds
+        ]
+        for row_dropout in (rank.row_dropout, 0.0)
+    )
+    for name, figure in (("HR@10", hits), ("NDCG@10", ndcg_of_each)):
+        own, other = (np.array([figure(ranks, 10) for ranks in rows]) for rows in (ours, theirs))
+        found = difference(own, other)
+        case_of = f"cold {case}: {name} warm"
+        value, base = float(own.mean()), float(other.mean())
+        yield _line(case_of, name, value, "without row dropout", base, found, found.high >= 0)
+
+
+class _Genres(NamedTuple):
+    """What the genres of an item say of it, by trained items alone. n = items."""
+
+    popular: F64  # [n] mean number of events of the genres' items
+    liked: F64  # [n] share of likes among the events of the genres
+
+
+def _genre_scores(split: ColdLog, genre: ItemValues, likes: F64) -> _Genres:
+    log = split.judged
+    known = log.trained & (log.items < split.num_trained_items)
+    events = np.bincount(log.items[known], minlength=log.num_items).astype(np.float64)
+    liked = np.bincount(log.items[known], likes[known], minlength=log.num_items)
+    of_item = [genre.of_item.get(item, []) for item in log.item_ids.tolist()]
+    sums = np.zeros((3, len(genre.values)))
+    for row, values in enumerate(of_item[: split.num_trained_items]):
+        sums[:, values] += np.array([[events[row]], [liked[row]], [1.0]])
+    popular, share = sums[0] / np.maximum(sums[2], 1), sums[1] / np.maximum(sums[0], 1)
+    return _Genres(*(np.array([of[v].mean() if v else 0.0 for v in of_item]) for of in (popular, share)))
+
+
+def _chosen(log: InteractionLog, targets: Sequence[NextItem], first: int, scores: F64) -> F64:
+    """Place each target among the cold items that its user never had: the share of them below it, a tie counts half."""
+    found = np.empty(len(targets))
+    for index, (user, event) in enumerate(targets):
+        row = scores[index]
+        had = log.items[log.starts[user] : log.starts[user + 1]]
+        others = np.delete(row, np.unique(had[had >= first]) - first)
+        own = row[log.items[event] - first]
+        found[index] = ((others < own).sum() + (others == own).sum() / 2) / len(others)
+    return found
+
+
+def _ranks(
+    log: InteractionLog,
+    lists: Sequence[ItemList],
+    targets: Sequence[NextItem],
+    scores_of: Callable[[ItemList], np.ndarray],
+) -> F64:
+    """Rank each target in its list, items of its history left out; inf = it was not found."""
+    ranks = np.full(len(targets), np.inf)
+    for index, (found, (user, event)) in enumerate(zip(lists, targets, strict=True)):
+        own = log.items[event]
+        history = log.items[log.starts[user] : event]
+        scores = scores_of(found)[~np.isin(found.items, history[history != own])]
+        mine = scores_of(found)[found.items == own]
+        if len(mine):
+            ranks[index] = (scores > mine).sum() + ((scores == mine).sum() - 1) / 2
+    return ranks
+
+
+def _generated(split: ColdLog, options: GenerateOptions, targets: Sequence[NextItem]) -> F64:
+    """Rank each target by the beams of a generator whose catalogue has the cold items too."""
+    log = split.judged
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "codes.json"
+        path.write_text(codes_text(log.item_ids[: split.num_trained_items], split.codes))
+        options = msgspec.structs.replace(options, given_tokens="codes")  # a cold item has no node of its own
+        made = train_generator(split.trained, split.features, options, path)
+    codes = replace(split.all_codes, code_count=made.codes.code_count)
+    judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
+    return judge.judge(made.model, log, targets, unseen=True).ranks.unseen
+
+
+def _auc_line(case: str, baseline: str, ours: F64, theirs: F64, labels: np.ndarray, users: I64) -> Line:
+    found = difference_of_auc(ours, theirs, labels, users)
+    value, base = auc(ours, labels), auc(theirs, labels)
+    ok = value >= max(LEAST_AUC, base + LEAST_GAIN)
+    return _line(case, "AUC", value, baseline, base, found, ok)
+
+
+def _warm_line(case: str, ours: F64, theirs: F64, labels: np.ndarray, users: I64) -> Line:
+    found = difference_of_auc(ours, theirs, labels, users)
+    value, base = auc(ours, labels), auc(theirs, labels)
+    return _line(case, "AUC", value, "without row dropout", base, found, value >= base - MOST_LOSS)
+
+
+def _chosen_line(case: str, baseline: str, ours: F64, theirs: F64) -> Line:
+    value, base = float(ours.mean()), float(theirs.mean())
+    ok = value >= max(LEAST_AUC, base + LEAST_GAIN)
+    return _line(case, "AUC", value, baseline, base, difference_of_users(ours, theirs), ok)
+
+
+def _hits_line(case: str, ours: F64, theirs: F64) -> Line:
+    value, base = float(ours.mean()), float(theirs.mean())
+    found = difference_of_users(ours, theirs)
+    return _line(case, case.rpartition(" ")[2], value, "train generate", base, found, value >= LEAST_HITS * base)
+
+
+def _line(case: str, unit: str, value: float, baseline: str, base: float, found: Difference | None, ok: bool) -> Line:
+    return Line(
+        bench="quality",
+        case=f"{case}, {baseline}",
+        ours=value,
+        unit=unit,
+        baseline=baseline,
+        baseline_value=base,
+        ratio=value / base if base else float("inf"),
+        target=None,
+        ok=ok,
+        low=None if found is None else found.low,
+        high=None if found is None else found.high,
+    )
+
+
+class ColdLog(NamedTuple):
+    """A log whose cold items are not trained on. Rows: the trained items, then the cold ones."""
+
+    trained: Interactions
+    features: list[ItemValues]  # of the trained items
+    judged: InteractionLog  # everything; the newest fifth of each user is judged
+    num_trained_items: int
+    codes: ItemCodes  # of the trained items
+    all_codes: ItemCodes  # of all items
+    new: NewItems  # what the ranker knows of the cold items
+
+
+def cold_log(
+    interactions: Interactions, features: Sequence[ItemValues], options: GenerateOptions, seed: int
+) -> ColdLog:
+    """Take a tenth of the items out of a log, and code all of them."""
+    item_ids = np.unique(interactions.items)
+    random = np.random.default_rng(seed)
+    cold = np.sort(random.choice(item_ids, int(COLD_RATIO * len(item_ids)), replace=False))
+    older = to_train_on(interactions.users, interactions.timestamps, "user-time")
+    trained = interactions[older & ~np.isin(interactions.items, cold)]
+    warm_ids = np.unique(trained.items)
+    known = np.concatenate([warm_ids, cold])
+    everything = interactions[np.isin(interactions.items, known)]
+    warm = [_of(feature, warm_ids) for feature in features]
+
+    whole = build_log(trained, [_of(feature, known) for feature in features], SPLIT)  # knows the cold ones by features
+    vectors = item_vectors(
+        whole.only_trained(SPLIT), features, options.vector_dim, options.company_window, options.seed
+    )
+    is_cold = np.isin(whole.item_ids, cold)
+    uses = np.bincount(whole.items[whole.trained], minlength=whole.num_items)[~is_cold]
+    codes = residual_codes(vectors[~is_cold], options.code_count, uses, options.seed)
+    new_codes = codes_of_new(codes, vectors[~is_cold], vectors[is_cold])
+    return ColdLog(
+        trained,
+        warm,
+        _judged(everything, known),
+        len(warm_ids),
+        codes,
+        replace(codes, sids=np.concatenate([codes.sids, new_codes])),
+        NewItems(tuple(_value_ids(_of(f, warm_ids), f, cold) for f in features), np.empty((len(cold), 0), np.int32)),
+    )
+
+
+def _of(feature: ItemValues, item_ids: I64) -> ItemValues:
+    kept = set(item_ids.tolist())
+    return ItemValues(feature.name, feature.values, {item: v for item, v in feature.of_item.items() if item in kept})
+
+
+def _value_ids(trained: ItemValues, feature: ItemValues, item_ids: I64) -> I64:
+    """List the values of new items as the ranker's tables have them, which have room for what trained items have."""
+    width = max(1, *(len(values) for values in trained.of_item.values()))
+    table = np.full((len(item_ids), width), len(feature.values))
+    for row, item in enumerate(item_ids.tolist()):
+        values = feature.of_item.get(item, [])[:width]
+        table[row, : len(values)] = values
+    return table
+
+
+def _judged(interactions: Interactions, item_ids: I64) -> InteractionLog:
+    log = build_log(interactions, [], "user-time")
+    order = np.argsort(item_ids)
+    return replace(log, items=order[np.searchsorted(item_ids[order], log.item_ids[log.items])], item_ids=item_ids)
+
+
+def with_new_items(model: HSTU, new: NewItems) -> HSTU:
+    """Make a model of a ranker and its new items, as one that had been trained with them and learnt nothing of them."""
+    count = len(new.codes)
+    config = msgspec.structs.replace(model.config, num_items=model.config.num_items + count)
+    wide = HSTU(config).cast(model.dtype)
+    state = model.state_dict()
+    state["item.weight"] = torch.cat([state["item.weight"], torch.zeros(count, config.dim, dtype=model.dtype)])
+    for index, values in enumerate(new.features):
+        name = f"feature_ids_{index}"
+        state[name] = torch.cat([state[name], torch.from_numpy(values)])
+    if config.item_codes:
+        state["codes.of_item"] = torch.cat([state["codes.of_item"], torch.from_numpy(new.codes)])
+    wide.load_state_dict(state)
+    wide.eval().freeze_items()
+    return wide

@@ -1,0 +1,84 @@
+"""`benchmarks store`: what a copy costs the event loop in a DRAM tier of a million entries, beside ten thousand.
+
+Keys, order of use, TTL with its jitter, pages and eviction are real; the bytes are not: the arena is of torch's meta
+device. A turn is one user's return: find, lease, and at the end of the rank a new copy, which evicts the entry that was
+least recently used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.line import Line, percentiles
+from npu_gr.core.history import UserKey
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.dram_store import DramStore
+from npu_gr.engine.kv.keys import PrefixKey
+from npu_gr.engine.kv.layout import KVLayout
+
+FEW = 10_000
+MANY = 1_000_000
+TURNS = 2_000  # of each sample
+SAMPLES = 15
+AT_MOST = 3.0  # times as much: the CPU's caches hold the small tier, but not the large one
+
+
+class FullTier:
+    """A DRAM tier that is full; every entry has one page."""
+
+    def __init__(self, num_entries: int, seed: int) -> None:
+        layout = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1)
+        arena = KVArena(layout, num_entries, torch.device("meta"))
+        self.store = DramStore(arena, ttl_s=600.0, ttl_jitter_ratio=0.1, seed=seed, clock=lambda: 0.0)
+        self._random = np.random.default_rng(seed)
+        self._times = np.zeros(1, np.int64)
+        self._layout_id = layout.layout_id
+        self._size = num_entries
+        self._next = 0  # user
+        for _ in range(num_entries):
+            self.add()
+
+    def add(self) -> None:
+        """Add the next user's copy."""
+        key = PrefixKey(UserKey("", str(self._next)), "v", self._layout_id, "f")
+        self.store.commit(self.store.reserve(key, 1), self._times)
+        self._next += 1
+
+    def turns(self) -> None:
+        """Let `TURNS` random users return; a new copy of another user follows each."""
+        for number in self._random.integers(self._next - self._size // 2, self._next, TURNS).tolist():
+            for entry in self.store.find(UserKey("", str(number)), "v", self._layout_id):
+                with self.store.lease(entry):
+                    pass
+            self.add()
+
+
+def lines(seed: int) -> Iterator[Line]:
+    """One line: a turn in the large tier beside one in the small tier."""
+    tiers = [FullTier(size, seed) for size in (MANY, FEW)]
+    samples: list[list[float]] = [[] for _ in tiers]
+    for _ in range(SAMPLES):
+        for tier, row in zip(tiers, samples, strict=True):
+            began_at = time.thread_time()
+            tier.turns()
+            row.append((time.thread_time() - began_at) / TURNS)
+    for tier in tiers:
+        assert len(tier.store) == tier.store.arena.num_pages, "a full tier stays full"
+    (ours_s, p10_s, p90_s), (base_s, _, _) = (percentiles(row) for row in samples)
+    yield Line(
+        bench="store",
+        case=f"find, lease, evict and add in a DRAM tier of {MANY:,} entries",
+        ours=ours_s * 1e6,
+        unit="us",
+        baseline=f"of {FEW:,}",
+        baseline_value=base_s * 1e6,
+        ratio=base_s / ours_s,
+        target=1 / AT_MOST,
+        ok=base_s / ours_s >= 1 / AT_MOST,
+        p10=p10_s * 1e6,
+        p90=p90_s * 1e6,
+    )

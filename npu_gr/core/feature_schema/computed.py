@@ -1,0 +1,249 @@
+"""Features that we compute ourselves: of a history and a candidate, and of a request's time. Trainer and service alike.
+
+    events    log(1 + events of the history that are like the candidate)
+    share     these events / all of the history
+    rate      of the events that are like the candidate, whatever was done, the share with one of the feature's actions;
+              with 5 more events at the rate of the whole history, so that few events say little
+    recency   log(1 + seconds since the newest event that is like the candidate)
+
+An event is like a candidate if it is of the same item; `events_by:genre`: if both have a value of the item feature
+`genre`; `events_by:*`: always. A candidate with several values gets the mean over them of the events, and the newest of
+all. Where a feature has `actions`, only events with one of them count, but for `rate`, which compares them with all.
+What cannot be said is missing: a share or rate of an empty history, a recency without an event, anything by a feature
+that the candidate lacks.
+
+    mf_score  the value that matrix factorisation expects of user and candidate, see `factors.py`; of items alone
+
+    hour      hour of the day, 0 to 23, UTC
+    weekday   0 = Monday to 6
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from npu_gr.core.feature_schema.factors import MF_SCORE, ItemFactors
+
+I64 = npt.NDArray[np.int64]
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+ItemCodes = npt.NDArray[np.integer]
+
+OF_HISTORY = ("events", "share", "rate", "recency")
+OF_TIME = {"hour": 24, "weekday": 7}  # -> how many values it has
+BY = "_by:"
+ALL = "*"  # instead of an item feature: all items are alike
+PRIOR = 5.0  # events at the history's own rate that every rate has besides
+_DENSE = 1 << 16  # values of which a table is cheaper than sorting those of the candidates
+NEVER = int(np.iinfo(np.int64).min)  # the time of an event that there is not
+_DAY_S = 86_400
+_THURSDAY = 3  # 1970-01-01
+
+
+class ComputedFeature(Protocol):
+    """What is read of a feature of the schema."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def computed(self) -> str:
+        """What is computed."""
+        ...
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """Names of the actions that count; none = all."""
+        ...
+
+
+class ComputedRule(NamedTuple):
+    """What is computed of a history and a candidate."""
+
+    what: str  # one of OF_HISTORY, or MF_SCORE
+    by: str  # an item feature, or ALL; "" = the item itself
+
+
+def read_rule(computed: str) -> ComputedRule:
+    """Read `WHAT`, `WHAT_by:FEATURE` or `mf_score`.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if computed == MF_SCORE:
+        return ComputedRule(MF_SCORE, "")
+    what, by, feature = computed.partition(BY)
+    if what not in OF_HISTORY or bool(by) != bool(feature):
+        known = f"{', '.join(OF_HISTORY)}, alone or with {BY}FEATURE, or {MF_SCORE}"
+        raise ValueError(f"computed: {computed!r} is none of {known}")
+    return ComputedRule(what, feature)
+
+
+class ItemValueTable(NamedTuple):
+    """One feature of all items."""
+
+    codes: ItemCodes  # [items, max_values] values of each item; `padding` where it has fewer
+    padding: int  # one past the last value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alike:
+    """The events of histories that are like candidates. [...] is the candidates' shape, k the values of each."""
+
+    num_all: I64  # [..., k] events with the value
+    num_counted: I64  # [..., k] of these, with one of the actions
+    newest: I64  # [..., k] unix seconds of the newest of the counted; NEVER = there is none
+    is_value: Bools  # [..., k]
+    num_history: I64 | int  # broadcasts to [...]: events of the history, like the candidate or not
+    num_history_counted: I64 | int  # the same: of these, with one of the actions
+    now: I64 | int  # broadcasts to [...]: unix seconds
+
+    def column(self, what: str) -> F32:
+        """Compute one of OF_HISTORY: float32 [...], NaN = missing, as it would be sent."""
+        return self._wide(what).astype(np.float32)
+
+    def _wide(self, what: str) -> F64:
+        counted = np.where(self.is_value, self.num_counted, 0).sum(-1)
+        if what == "recency":
+            newest = np.where(self.is_value, self.newest, NEVER).max(-1, initial=NEVER)
+            ago = np.maximum(self.now - np.where(newest == NEVER, self.now, newest), 0)
+            return np.where(newest == NEVER, np.nan, np.log1p(ago))
+        if what == "rate":
+            alike = np.where(self.is_value.any(-1), np.where(self.is_value, self.num_all, 0).sum(-1), np.nan)
+            own = _ratio(np.asarray(self.num_history_counted), self.num_history)
+            return np.asarray((counted + PRIOR * own) / (alike + PRIOR))
+        mean = _ratio(counted, self.is_value.sum(-1))
+        return np.log1p(mean) if what == "events" else _ratio(mean, self.num_history_counted)
+
+
+def _ratio(part: I64 | F64, whole: I64 | int) -> F64:
+    """Divide; NaN where the divisor is 0."""
+    divisor = np.where(np.asarray(whole) == 0, np.nan, whole)
+    return np.asarray(part / divisor, np.float64)
+
+
+class CrossFeatures:
+    """The computed cross features of one model."""
+
+    def __init__(
+        self,
+        features: Sequence[ComputedFeature],
+        actions: Sequence[str],
+        item_values: Mapping[str, ItemValueTable],
+        factors: ItemFactors | None = None,
+    ) -> None:
+        """Look up what the features name.
+
+        Args:
+            features: those of the user and the item together; one that is not computed is passed over.
+            actions: names of the model's actions.
+            item_values: item feature -> its values. A table may grow and change between calls.
+            factors: of the model; None = it has none, and no `mf_score`.
+
+        Raises:
+            ValueError: a feature names an action or an item feature that the model lacks.
+        """
+        self.rules: list[tuple[str, ComputedRule, Bools]] = []  # name, what is computed, whether each action counts
+        for feature in features:
+            if not feature.computed:
+                continue
+            rule = read_rule(feature.computed)
+            if rule.by and rule.by != ALL and rule.by not in item_values:
+                there = ", ".join(item_values) or "none"
+                raise ValueError(f"features.{feature.name}: no item feature {rule.by!r}; there are {there}")
+            if rule.what == MF_SCORE and factors is None:
+                raise ValueError(f"features.{feature.name}: {MF_SCORE}: the model has no factors")
+            if missing := [action for action in feature.actions if action not in actions]:
+                raise ValueError(f"features.{feature.name}: no action {missing[0]!r}; there are {', '.join(actions)}")
+            counts = np.array([not feature.actions or action in feature.actions for action in actions])
+            self.rules.append((feature.name, rule, counts))
+        self._item_values = item_values
+        self.factors = factors
+
+    def num_values(self, by: str) -> int:
+        """Return the number of values of an item feature, or of ALL."""
+        return 1 if by == ALL else self._item_values[by].padding
+
+    def values_of(self, by: str, items: I64) -> tuple[ItemCodes, Bools]:
+        """Look up values: item rows [...] -> values [..., k] and whether each is one. A row past the table has none."""
+        if by in ("", ALL):
+            own = items[..., None] * (by == "")
+            return own, np.ones(own.shape, np.bool_)
+        codes, padding = self._item_values[by]
+        if items.max(initial=0) < len(codes):
+            values = codes.take(items, 0)
+        else:
+            is_known = items < len(codes)
+            values = np.where(is_known[..., None], codes[np.where(is_known, items, 0)], padding)
+        return values, values != padding
+
+    def columns(self, items: I64, actions: I64, times: I64, candidates: I64, shown_at: int) -> dict[str, F32]:
+        """Compute the features of one request.
+
+        Args:
+            items: [n] item rows of the history.
+            actions: [n] places in the model's actions.
+            times: [n] unix seconds, ascending.
+            candidates: [c] item rows.
+            shown_at: unix seconds.
+
+        Returns:
+            Name -> float32 [c], NaN = missing.
+        """
+        found: dict[tuple[str, bytes], Alike] = {}
+        columns = {}
+        for name, rule, counts in self.rules:
+            if rule.what == MF_SCORE:
+                assert self.factors is not None, "looked up before"
+                columns[name] = self.factors.scores(items, actions, candidates)
+                continue
+            key = (rule.by, counts.tobytes())
+            if key not in found:
+                is_counted = None if counts.all() else counts[actions]
+                found[key] = self._alike(rule.by, items, is_counted, times, candidates, shown_at)
+            columns[name] = found[key].column(rule.what)
+        return columns
+
+    def _alike(
+        self, by: str, items: I64, is_counted: Bools | None, times: I64, candidates: I64, shown_at: int
+    ) -> Alike:
+        wanted, is_value = self.values_of(by, candidates)
+        own, _ = self.values_of(by, items)  # what is no value is counted too, and nobody asks for it
+        most = 1 + int(max(own.max(initial=0), wanted.max(initial=0)))
+        if most > _DENSE and wanted.size:  # number the candidates' values instead of all
+            asked, place = np.unique(wanted, return_inverse=True)
+            wanted, most = place.reshape(wanted.shape), len(asked)
+            nearest = np.searchsorted(asked, own).clip(max=most - 1)
+            own = np.where(asked[nearest] == own, nearest, most)
+        counted = own if is_counted is None else own[is_counted]
+        num_all = np.bincount(own.ravel(), minlength=most + 1)
+        num_counted = num_all if is_counted is None else np.bincount(counted.ravel(), minlength=most + 1)
+        newest = np.full(most + 1, NEVER)
+        newest[counted] = (times if is_counted is None else times[is_counted])[
+            :, None
+        ]  # of equal places the last stays
+        counts = num_all[wanted], num_counted[wanted], newest[wanted]
+        return Alike(*counts, is_value, len(items), len(counted), shown_at)
+
+
+def time_column(computed: str, times: I64) -> I64:
+    """Compute a feature of a request's time.
+
+    Args:
+        computed: one of OF_TIME.
+        times: [n] unix seconds.
+
+    Returns:
+        [n] whole numbers, which stand for their plain text.
+    """
+    if computed == "hour":
+        return times % _DAY_S // 3600
+    return (times // _DAY_S + _THURSDAY) % 7

@@ -1,0 +1,63 @@
+"""bench twin's second part: the kernels run, and the model follows from what they did."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import islice
+
+import pytest
+
+from benchmarks import hstu_model
+from benchmarks.ascend_twin import Twin
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU twin cannot be built")
+
+
+def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hstu_model, "CHUNK_TOKENS", 64)
+    found = list(hstu_model.lines(seed=0, history=128, suffix=5, candidates=33))
+    assert [line.case for line in found] == [
+        f"{name}, 8 layers, {column}"
+        for name in ("rank 33 of 133 tokens", "prefill 128 in chunks of 64")
+        for column in ("autofuse", "calibrated")
+    ]
+    for line in found:
+        assert line.unit == "ms (model)"
+        assert line.ok == (line.ours <= line.baseline_value)
+        assert 0 < line.ours < line.baseline_value, "small passes are cheap"
+    rank, prefill = found[0], found[2]
+    assert rank.host_ms == pytest.approx((0.4, 0.8)), "10 launches of 8 layers, at 5 and at 10 us"
+    assert prefill.host_ms == pytest.approx((0.74, 1.48)), "two chunks, whose last layer is four launches"
+
+
+def test_what_moves_is_what_must() -> None:
+    """Of a rank: scores in and out once, keys and values out of pages and into the workspace."""
+    layer = hstu_model.counted(Twin(), 600, 0, 40, seed=0, cores=4)
+    scores, rows = ({k: sum(core[k] for core in cores) for k in cores[0]} for cores in (layer.scores, layer.rows))
+    alive = 640 // 256 * 256 + 256  # of the last block of keys the queries see some
+    assert scores["mte3_bytes"] == 4 * 40 * layer.key_slots * 2
+    scores_in = scores["mte2_bytes"] - 4 * 40 * alive * 2
+    assert 0 <= scores_in < 100_000, "times, tables and windows are little beside"
+    cells = layer.key_slots * 4 * 64 * 2 * 2
+    assert rows["mte3_bytes"] == cells + 2 * 40 * 4 * 64 * 2, "k and v with their zeros, q and u"
+
+
+def test_a_rank_meets_its_target() -> None:
+    """By both columns; `python -m benchmarks twin` prints the prefill's too."""
+    for line in islice(hstu_model.lines(seed=0), 2):
+        assert line.ok, line
+
+
+@pytest.mark.parametrize(("cached", "new", "candidates"), [(2048, 0, 512), (2048, 512, 0)])
+def test_cores_have_equal_shares(cached: int, new: int, candidates: int) -> None:
+    """No core of hstu_scores takes much longer than the mean, by vector work or by bytes."""
+    cores = hstu_model.counted(Twin(), cached, new, candidates, seed=0, cores=8).scores
+    for what in ("exp_elements", "mte2_bytes", "mte3_bytes"):
+        share = [core[what] for core in cores]
+        assert max(share) < 1.25 * sum(share) / len(share), what
+    for column in hstu_model.COLUMNS:
+        took = [hstu_model.core_us(core, column, 8) for core in cores]
+        assert max(took) < 1.2 * sum(took) / len(took)
+    if candidates:
+        loaded = sum(core["mte2_long_bytes"] for core in cores)
+        assert loaded > 0.9 * sum(core["mte2_bytes"] for core in cores), "candidates come in long loads"
