@@ -37,7 +37,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.hstu import HSTU
 from npu_gr.relay.config import RelayConfig
 from npu_gr.relay.relay import Relay
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import TriggerConfig
 
 LEAD = 2.0  # of the idle full inference: from signal to rank
 HBM_PREFIXES = 16  # that the pool holds

@@ -49,7 +49,7 @@ from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.generative import GenerativeModel
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.relay.calibration import Calibration
+from npu_gr.relay.config import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
 from npu_gr.service.prove import SELF_TEST_TOKENS, choose_attention, lent, prove

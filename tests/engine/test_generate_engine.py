@@ -43,7 +43,7 @@ from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.relay.config import RelayConfig
 from npu_gr.relay.relay import Lease, Relay
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import TriggerConfig
 from tests.engine.test_beam_search import model
 
 CPU = CPUBackend()

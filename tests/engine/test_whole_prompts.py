@@ -42,7 +42,7 @@ from npu_gr.model.generative import UnsharedKV
 from npu_gr.model.t5_config import T5Config
 from npu_gr.relay.config import RelayConfig
 from npu_gr.relay.relay import Lease, Relay
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import TriggerConfig
 from tests.encoder_decoders import Encoded
 
 CPU = CPUBackend()

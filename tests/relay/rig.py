@@ -26,9 +26,8 @@ from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.relay.config import RelayConfig
+from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
-from npu_gr.relay.trigger import TriggerConfig
 from tests.models import events, tiny_config, tiny_model
 
 USER = UserKey("", "u")

@@ -18,7 +18,7 @@ from npu_gr.core.errors import DeviceError, PoolExhausted
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
 from npu_gr.engine.rank_engine import RankPass
-from npu_gr.relay.producer import ProducerKind
+from npu_gr.relay.producers import ProducerKind
 from npu_gr.relay.relay import Lease
 from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
 

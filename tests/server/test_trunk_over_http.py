@@ -219,7 +219,7 @@ async def test_any_way_to_the_prefix_gives_the_same(
     folder: Path, count: int, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cold, hit, extended, signalled, reloaded from DRAM, without a relay, and beside others: C5."""
-    monkeypatch.setattr("npu_gr.relay.inventory.reload_pays", lambda *_: True)  # a short prefix is computed as fast
+    monkeypatch.setattr("npu_gr.relay.lookup.reload_pays", lambda *_: True)  # a short prefix is computed as fast
     own = history(count, seed=count)
     async with serving(folder, relay={"enabled": False}, **section()) as (client, _):
         want = await recommend(client, history=own, num_items=NUM)

@@ -17,7 +17,7 @@ from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.metrics.slo import Result
 from npu_gr.relay.config import RelayConfig
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import TriggerConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.capacity import search
 from npu_gr.simulate.config import (
