@@ -15,13 +15,12 @@ from typing import Any, Generic
 
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded, ResourceError
 from npu_gr.core.history import UserKey
-from npu_gr.engine.job import JobOrder, JobResult
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramEntry, DramStore
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.kv.prefix_pool import PrefixEntry
+from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.queue import JobOrder, JobResult
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import Encoder, P
 

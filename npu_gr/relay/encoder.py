@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 
 from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.job import JobOrder, JobResult
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.queue import JobOrder, JobResult
 
 
 class Prefix(Protocol):

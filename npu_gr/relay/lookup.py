@@ -30,12 +30,10 @@ import msgspec
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
-from npu_gr.engine.job import JobOrder
-from npu_gr.engine.kv.dram_store import DramEntry
-from npu_gr.engine.kv.keys import PrefixKey
 from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
-from npu_gr.engine.kv.tier import TierEntry
+from npu_gr.engine.kv.tier import DramEntry, PrefixKey, TierEntry
 from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings, RelayConfig
 from npu_gr.relay.encoder import DeviceEstimates, Encoder, P, Prefix
 from npu_gr.relay.producers import Adoption, PrefixFiller, Producer, ProducerKind, Producers

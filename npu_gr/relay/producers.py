@@ -29,11 +29,10 @@ from npu_gr.core.errors import DeadlineExceeded, ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Verdict
 from npu_gr.core.shares import Account
-from npu_gr.engine.job import JobOrder
-from npu_gr.engine.kv.dram_store import DramEntry
-from npu_gr.engine.kv.keys import ByUser, PrefixKey
 from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv.tier import ByUser, DramEntry, PrefixKey
 from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.background import BackgroundTasks
 from npu_gr.relay.encoder import Encoder, P
 

@@ -17,8 +17,8 @@ from typing import Generic, NamedTuple
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Verdict
-from npu_gr.engine.job import JobOrder
 from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import Inventory

@@ -27,17 +27,17 @@ import msgspec
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.kv.prefix_pool import PrefixEntry
 from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.relay.background import BackgroundTasks, Overwrites, Spills
-from npu_gr.relay.config import Calibration, LiveSettings, RelayConfig
+from npu_gr.relay.config import Calibration, LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import FoundPrefix, Inventory, LastSignals, PrefixFinder, RankTime
 from npu_gr.relay.producers import Adoption, PrefixFiller, ProducerKind, Producers
 from npu_gr.relay.production import Production
-from npu_gr.relay.trigger import RelayMeasurements, TriggerConfig
+from npu_gr.relay.trigger import RelayMeasurements
 
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})  # all tenants are equal
 
@@ -114,7 +114,7 @@ class Relay(Generic[P]):
         self.tiers.weigh(tenant_weights)
         self._filler.reconfigure(config.max_reloads)
         self.measured.reconfigure()
-        self.tiers.pool.t_life_s = config.t_life_s
+        self.tiers.pool.waits.t_life_s = config.t_life_s
         self._learn_waits()
 
     @property
@@ -177,7 +177,7 @@ class Relay(Generic[P]):
 
     def _learn_waits(self) -> None:
         """Tell the pool how long prefixes usually wait for their ranks."""
-        self.tiers.pool.usual_wait_s = min(self.t_life_s, self.measured.t_life_p99_s.value)
+        self.tiers.pool.waits.usual_s = min(self.t_life_s, self.measured.t_life_p99_s.value)
 
     def _spill(self, entry: PrefixEntry) -> None:
         self.spills.start(entry, self._clock() + self.t_life_s)  # behind every rank and prefill of now
@@ -314,7 +314,7 @@ class _Reading(AbstractContextManager[Lease]):
         relay, entry = self._relay, self._entry
         pool = relay.tiers.pool
         if not entry.consumed:
-            relay.on_first_use(relay._clock() - (entry.expires_at - pool.t_life_s))
+            relay.on_first_use(relay._clock() - (entry.expires_at - pool.waits.t_life_s))
         self._held = pool.lease(entry, consume=True)
         self._held.__enter__()
         cached = CachedPrefix(tuple(entry.runs), entry.num_tokens)

@@ -29,8 +29,8 @@ from typing import NamedTuple, Protocol
 
 from npu_gr.core.request import Verdict
 from npu_gr.core.shares import Account, Shares
+from npu_gr.engine.cost import RunningQuantile
 from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.quantile import RunningQuantile
 from npu_gr.relay.config import Calibration, LiveSettings, TriggerConfig
 
 

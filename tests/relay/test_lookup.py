@@ -17,12 +17,11 @@ from hypothesis import strategies as st
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Reason, Verdict
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.job import JobOrder
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramEntry, DramStore
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
+from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.lookup import (
     AdoptPrefill,

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.request import Verdict
 from npu_gr.core.shares import MAX_TENANTS, WANTS_S
+from npu_gr.relay.config import TriggerConfig
 from npu_gr.relay.trigger import (
     AtShare,
     Forecast,
     Headroom,
     TenantRates,
-    TriggerConfig,
     admitted_rate,
     at_risk,
     decide,

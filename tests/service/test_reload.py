@@ -21,10 +21,11 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import DeviceError, Overloaded
 from npu_gr.core.kinds import RANK
-from npu_gr.engine.job import JobOrder
+from npu_gr.engine.queue import JobOrder
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
 from npu_gr.service.config import Config
+from tests.engine.kv.invariants import check_pool
 from tests.models import Request, full, tiny_model
 from tests.serving import FIRST_ACTION, FIRST_ID, make_config, serving, write_checkpoint
 
@@ -158,7 +159,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         del load
         gc.collect()
         assert engine() is None, "the old version is still held by somebody"
-        pool.check()
+        check_pool(pool)
         assert pool.reserved_bytes == 0
 
 

@@ -25,6 +25,7 @@ from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import SimulatedInstance
 from npu_gr.simulate.users import TrafficRequest
+from tests.engine.kv.invariants import check_pool
 
 TOKENS = 800
 TOKEN_BYTES = 8192
@@ -104,7 +105,7 @@ def scene(flood_per_s: float, *, q_m_per_s: float | None = None, hbm_prefixes: i
         if flooding is not None:
             flooding.cancel()
         await instance.stop()
-        instance.tiers.pool.check()
+        check_pool(instance.tiers.pool)
         return seen
 
     return clock.run(work())
