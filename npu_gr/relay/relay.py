@@ -4,7 +4,7 @@
     rank    ->  PrefixFinder what to use, of what exists      ->  Lease       held while the rank runs
                                                               ->  Spills      used prefixes are copied to DRAM
 
-A prefix is identified by (user, model version, KV layout, fingerprint). `find.py` says which prefix a rank uses;
+A prefix is identified by (user, model version, KV layout, fingerprint). `lookup.py` says which prefix a rank uses;
 `docs/relay.md` tells the life of a signal and of a lease, and draws the states of a producer and of a page.
 
 Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference and memory-aware expander.
