@@ -34,7 +34,7 @@ MOST_FILES = {"rank": 88, "generate": 94, "recommend": 110}
 MOST_PACKAGES = {"rank": 12, "generate": 12, "recommend": 12}
 MOST_METHODS = 40  # of any class
 MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 32
-MOST_LINES = 94_600
+MOST_LINES = 93_800
 
 
 class Entered:
