@@ -13,8 +13,8 @@ import msgspec
 from npu_gr.access.browsers import is_loopback_name
 from npu_gr.access.tls import ClientTlsConfig, ServerTlsConfig
 from npu_gr.core import settings
+from npu_gr.core.setting_types import IN_BYTES
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
-from npu_gr.core.units import IN_BYTES
 from npu_gr.core.words import whole
 from npu_gr.router.ring import NAME
 
