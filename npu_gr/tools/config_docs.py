@@ -26,6 +26,7 @@ from npu_gr.core.setting_types import (
     bounds,
     choices,
     expected,
+    options,
     settings_of,
     unit_of,
 )
@@ -43,9 +44,7 @@ KINDS: Mapping[str, tuple[Any, tuple[str, ...], str]] = {
         "configs/simulate.schema.json",
     ),
 }
-_KEY = re.compile(
-    r"(?P<indent> *)(?P<hash># )?(?P<inner> *)(?P<dash>- )?(?P<key>[a-z][a-z0-9_]*):(?P<rest>$| .*)"
-)
+_KEY = re.compile(r"(?P<indent> *)(?P<hash># )?(?P<inner> *)(?P<dash>- )?(?P<key>[a-z][a-z0-9_]*):(?P<rest>$| .*)")
 _COMMENT = re.compile(r"\s#\s+(.*)$")
 _TEXT = {"type": "string"}
 _SECRET = [
@@ -78,7 +77,7 @@ it names, and shows where each value came from.
 - **Secrets** are the text itself, `{file: PATH}` or `{env: NAME}`; they are shown as `***`.
 - **Editors** complete and check a file whose first line names a schema, as the files in `configs/` do. `npu-gr config
   --schema` prints it, and a file that `npu-gr config > serve.yaml` writes has that line.
-"""  # noqa: E501
+"""
 _PROCESSES = {
     "instance": (
         "An instance",
@@ -102,6 +101,7 @@ def example(kind: str) -> str:
     _, files, schema_file = KINDS[kind]
     first, _, text = shipped.path(files[-1]).read_text().partition("\n")
     assert first.startswith("# yaml-language-server")
+    text = text.replace(".demo/", "").replace("the demo's checkpoint", "your models")
     return shipped.schema_line(schema_file) + text
 
 
@@ -143,7 +143,7 @@ def schema(kind: str) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"npu_gr: {kind}",
     }
-    return about | _in_place(made, made["$defs"], "", notes(kind))
+    return about | _in_place(made, made["$defs"], "", _extras(kind))
 
 
 def _schema_of(kind: type) -> dict[str, Any]:
@@ -152,38 +152,49 @@ def _schema_of(kind: type) -> dict[str, Any]:
     raise NotImplementedError
 
 
+def _extras(kind: str) -> dict[str, dict[str, Any]]:
+    """What msgspec's schema lacks of each key, by path: the words, a default that is made, names of a table."""
+    found: dict[str, dict[str, Any]] = {}
+    for path, setting in settings_of(KINDS[kind][0]).items():
+        extra = found[path] = {}
+        if note := notes(kind).get(path):
+            extra["description"] = note
+        value = _plain_default(setting.field)
+        if value is not msgspec.NODEFAULT:
+            extra["default"] = value
+        for one in options(setting.field.type):
+            if isinstance(one, inspect.DictType) and (names := choices(one.key_type)):
+                extra["propertyNames"] = {"enum": names}
+    return found
+
+
 def _in_place(
-    node: Mapping[str, Any], defs: Mapping[str, Any], path: str, words: Mapping[str, str]
+    node: Mapping[str, Any], defs: Mapping[str, Any], path: str, extras: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Put what a reference names into its place, where the path says which words are about it."""
+    """Put what a reference names into its place, where the path says what else is known about it."""
     made = {key: value for key, value in node.items() if key not in ("$ref", "$defs")}
     if reference := node.get("$ref"):
         made = defs[reference.rpartition("/")[2]] | made
         made["description"] = " ".join(made.get("description", "").partition("\n\n")[0].split())
         made.pop("title", None)
-        if isinstance(made.get("default"), dict):  # its keys have theirs
-            del made["default"]
+        made.pop("default", None)  # its keys have theirs
     if unit := made.pop(UNIT, None):
         made |= {"type": [made["type"], "string"], "pattern": UNITS[unit].pattern}
     for key, inner in made.items():
         if key == "anyOf":
-            made[key] = [_in_place(one, defs, path, words) for one in inner]
-        elif key in ("items", "additionalProperties", "propertyNames") and isinstance(inner, dict):
-            made[key] = _in_place(inner, defs, path, words)
+            made[key] = [_in_place(one, defs, path, extras) for one in inner]
+        elif key in ("items", "additionalProperties") and isinstance(inner, dict):
+            made[key] = _in_place(inner, defs, path, extras)
         elif key == "properties":
-            made[key] = {name: _property(one, defs, f"{path}.{name}", words) for name, one in inner.items()}
+            under = {name: f"{path}.{name}".removeprefix(".") for name in inner}
+            made[key] = {
+                name: _in_place(one, defs, under[name], extras) | extras.get(under[name], {})
+                for name, one in inner.items()
+            }
         elif isinstance(inner, float) and key != "default" and inner.is_integer():
             # Python keeps one of two equal annotations: 0 or 0.0, by what was imported first
             made[key] = int(inner)
     return made
-
-
-def _property(
-    node: Mapping[str, Any], defs: Mapping[str, Any], path: str, words: Mapping[str, str]
-) -> dict[str, Any]:
-    path = path.removeprefix(".")
-    note = words.get(path)
-    return _in_place(node, defs, path, words) | ({"description": note} if note else {})
 
 
 def reference() -> str:
@@ -267,16 +278,23 @@ def _takes(kind: inspect.Type) -> str:
 
 
 def _default(field: inspect.Field) -> str:
-    is_made = field.default_factory is not msgspec.NODEFAULT
-    value: Any = field.default_factory() if is_made else field.default
-    if field.required or isinstance(value, msgspec.Struct):
+    value = _plain_default(field)
+    if value is msgspec.NODEFAULT:
         return "required" if field.required else ""
     if value is None:
         return "absent"
-    value = msgspec.to_builtins(value, enc_hook=str)
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
     text = "`" + text.removesuffix("...\n").strip() + "`"
     if unit_of(field.type) is BYTES and value >= 1024:
         power = next(power for power in (4, 3, 2, 1) if value >= 1024**power)
         text += f" ({value / 1024**power:.4g} {'_KMGT'[power]}iB)"
     return text
+
+
+def _plain_default(field: inspect.Field) -> Any:
+    """The default of a key as YAML has it; `NODEFAULT` for one that must be given, and for a section."""
+    is_made = field.default_factory is not msgspec.NODEFAULT
+    value = field.default_factory() if is_made else field.default
+    if value is msgspec.NODEFAULT or isinstance(value, msgspec.Struct):
+        return msgspec.NODEFAULT
+    return msgspec.to_builtins(value, enc_hook=str)
