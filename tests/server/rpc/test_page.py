@@ -8,10 +8,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from grpc_tools import protoc
 
-from npu_gr.cli.proto import proto
 from tests.client.shop import shop
 from tests.serving import free_port
 from tests.sources import ROOT
@@ -34,7 +32,7 @@ async def test_the_examples_run(
             if kind == "bash":  # without two more processes
                 first, second = code.strip().splitlines()
                 assert first == "npu-gr proto > npu_gr.proto"
-                Path("npu_gr.proto").write_text(CliRunner().invoke(proto).output)
+                Path("npu_gr.proto").write_text((ROOT / "npu_gr/server/rpc/protos/npu_gr.proto").read_text())
                 assert protoc.main(second.removeprefix("python -m ").split()) == 0
                 return
             code = code.replace("localhost:8080", url.removeprefix("http://").rstrip("/"))
