@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from yarl import URL
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreInUse, Unavailable, Unprocessable
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, Mode, Write, Written

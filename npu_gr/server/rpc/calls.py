@@ -20,9 +20,6 @@ from typing import Any
 
 import grpc
 
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.keys import ANYBODY
-from npu_gr.access.throttle import Throttle
 from npu_gr.core.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -39,6 +36,9 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest, Failure
+from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.keys import ANYBODY
+from npu_gr.server.auth.throttle import Throttle
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.middleware import ABANDONED
 from npu_gr.server.service_protocol import ServiceProtocol

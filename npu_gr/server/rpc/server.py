@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.kinds import Scope
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.access_log import AccessLog
+from npu_gr.server.auth.key_ring import KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.insight import Insight
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -199,7 +199,7 @@ def _credentials(config: ServerTlsConfig) -> grpc.ServerCredentials:
         try:
             content = read()
         except OSError:
-            return None  # `access/tls.py` follows the same files, and says so
+            return None  # `core/tls.py` follows the same files, and says so
         if content == in_force:
             return None
         in_force = content

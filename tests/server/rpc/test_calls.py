@@ -19,9 +19,9 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_tools import protoc
 
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError, NotTaken, Overloaded, UnknownPrefix
 from npu_gr.core.kinds import Scope
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.oip.models import MODELS
 from npu_gr.server.routes import build_web_app
