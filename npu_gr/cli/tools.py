@@ -40,7 +40,7 @@ def calibrate(
     import torch
     import yaml
 
-    from npu_gr.relay.calibration import beside
+    from npu_gr.relay.config import beside
     from npu_gr.replay.files import read
     from npu_gr.tools.calibrate import LogTraffic, traffic
     from npu_gr.tools.calibrate import calibrate as work
