@@ -66,10 +66,11 @@ IMAGE_EXTRAS = faiss grpc kafka otel parquet picker redis zstd
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --custom-compile-command "make lock" \
   --python-version 3.11 --python-platform linux --only-binary :all:
 
-# The messages of the endpoint picker, by the oldest protoc whose output the extra `picker` allows.
+# The messages of the endpoint picker, by the oldest protoc whose output the extra `picker` allows, and of the instance's gRPC.
 proto: $(VENV)/installed
 	$(BIN)/uv tool run --from grpcio-tools==1.74.0 python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
 	  npu_gr/router/picker/external_processor.proto
+	cd npu_gr/server/rpc/protos && $(BIN)/python -m grpc_tools.protoc -I. --descriptor_set_out=compiled.binpb health.proto inference.proto
 
 # what is in the image, as CycloneDX: build/sbom.json
 sbom: $(VENV)/installed
