@@ -11,7 +11,7 @@ import click
 from npu_gr.cli.options import FILE, run_async
 
 if TYPE_CHECKING:
-    from npu_gr.features.damage import Found
+    from npu_gr.features.checksum import Found
 
 SHOWN = 20  # lines about damage
 
@@ -30,9 +30,9 @@ def check_store(where: str, verbose: bool) -> None:
     Exit code: 0 = no damage, 1 = damage, 2 = cannot be read at all. Users are named by a hash, or with --verbose.
     """
     from npu_gr.core.calling import calling_files
-    from npu_gr.features.base import RedisTlsConfig
     from npu_gr.features.embedded_check import check
-    from npu_gr.features.redis_check import check_redis
+    from npu_gr.features.redis import check_redis
+    from npu_gr.features.store import RedisTlsConfig
 
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
     files = calling_files()
@@ -65,7 +65,7 @@ def repair_store(path: Path, out: Path, verbose: bool) -> None:
 
 
 def _show(bad_users: set[bytes], damage: list[str], verbose: bool) -> None:
-    from npu_gr.features.damage import hashed
+    from npu_gr.features.checksum import hashed
 
     if bad_users:
         click.echo(f"{len(bad_users)} users have damaged entries:")

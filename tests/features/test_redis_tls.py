@@ -19,9 +19,9 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import from_table
-from npu_gr.features.base import HistoryConfig, RedisTlsConfig
-from npu_gr.features.redis_tls import is_in_clear
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
+from npu_gr.features.redis import is_in_clear
+from npu_gr.features.store import HistoryConfig, RedisTlsConfig
 from tests.certificates import Authority, Pair
 from tests.models import events
 
