@@ -164,9 +164,9 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
     damage, 2 = cannot be read at all. Users are named by a hash, or with --verbose.
     """
     from npu_gr.core.calling import calling_files
-    from npu_gr.features.store import RedisTlsConfig
     from npu_gr.features.embedded_check import check, repair
     from npu_gr.features.redis import check_redis
+    from npu_gr.features.store import RedisTlsConfig
 
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
     if out is not None:
