@@ -26,15 +26,15 @@ ROOT = Path(__file__).parent.parent / "npu_gr"
 RANK = {"user_id": "u", "history": HISTORY, "candidates": list(range(FIRST_ID, FIRST_ID + 20)), "top_k": 5}
 ITEMS = {"user_id": "u", "history": HISTORY, "num_items": 5}
 REQUESTS = {"rank": RANK, "generate": ITEMS, "recommend": ITEMS}
-WARM, MEASURED = 2, 5
+WARM, MEASURED = 2, 20
 
 # Each is what holds now; lower it when it can be. The goals: 45, 55 and 60 files, 8 packages, 20 methods, 6 classes
 # with many, 72,000 lines.
-MOST_FILES = {"rank": 80, "generate": 87, "recommend": 105}
-MOST_PACKAGES = {"rank": 12, "generate": 12, "recommend": 12}
+MOST_FILES = {"rank": 71, "generate": 82, "recommend": 94}
+MOST_PACKAGES = {"rank": 10, "generate": 11, "recommend": 11}
 MOST_METHODS = 40  # of any class
-MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 31
-MOST_LINES = 91_300
+MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 30
+MOST_LINES = 91_050
 
 
 class Entered:
