@@ -28,9 +28,8 @@ from npu_gr.core.request import RankRequest
 from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.oip.http import read as read_infer
-from npu_gr.server.oip.models import MODELS, InferRequest
-from npu_gr.server.oip.tensors import pack
+from npu_gr.server.oip.models import MODELS, InferRequest, pack
+from npu_gr.server.oip.routes import read as read_infer
 from npu_gr.server.rpc.inference import INFERENCE, inputs_of, message
 
 LENGTHS = (1024, 16_384)  # events of a history
