@@ -240,7 +240,7 @@ def _history(section: HistoryConfig) -> Iterator[Opened]:
         yield _tried("features.path", lambda: _store(Path(section.path)))
     elif section.kind == "redis":
         yield from _extra("features.kind", "redis", "redis")
-        yield Opened("features.url", OpenedState.NOTE, f"{section.url} was not called")
+        yield Opened("features.url", OpenedState.NOTE, f"{section.redis_url} was not called")
         if section.tls is not None:
             named = {key: getattr(section.tls, key) for key in ("ca", "certificate", "key")}
             yield _client_tls("features.tls", ClientTlsConfig(**named))
