@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.line import Line, percentiles, timed_in_turn
-from npu_gr.client.columns import Behaviours, item_column
+from npu_gr.client.wire import Behaviours, item_column
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.kinds import RANK

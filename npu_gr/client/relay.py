@@ -9,54 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, Self
+from functools import partial
+from typing import TYPE_CHECKING, Self
 
-from npu_gr.client.answers import Ranked
-from npu_gr.client.columns import Behaviours, Cell, Features, Name, Names, Time
+from npu_gr.client.wire import Behaviours, Features, Name, Names, Ranked, Time
 from npu_gr.core.errors import NpuGrError, UnknownPrefix
 from npu_gr.server.codec.signal import SignalOut
 
+if TYPE_CHECKING:
+    from npu_gr.client.async_client import AsyncClient
+
 log = logging.getLogger(__name__)
-
-
-class Caller(Protocol):
-    """What a relay needs of a client."""
-
-    timeout_s: float
-
-    async def signal(
-        self,
-        user: Name,
-        *,
-        history: Behaviours | None,
-        num_candidates: int | None,
-        features: Features | None,
-        model_version: str | None,
-        tenant: str | None,
-        timeout_s: float | None,
-    ) -> SignalOut:
-        """Say that a rank will come."""
-        ...
-
-    async def rank(
-        self,
-        user: Name,
-        candidates: Names,
-        *,
-        history: Behaviours | None,
-        base: str | None,
-        timestamp: Time | None,
-        top_k: int | None,
-        features: Features | None,
-        fields: Sequence[str],
-        model_version: str | None,
-        tenant: str | None,
-        timeout_s: float | None,
-    ) -> Ranked:
-        """Score candidates."""
-        ...
 
 
 class AsyncRelayCall:
@@ -64,7 +29,7 @@ class AsyncRelayCall:
 
     def __init__(
         self,
-        client: Caller,
+        client: AsyncClient,
         user: Name,
         history: Behaviours | None,
         num_candidates: int | None,
@@ -114,47 +79,27 @@ class AsyncRelayCall:
         loop = asyncio.get_running_loop()
         left_s = self._client.timeout_s if timeout_s is None else timeout_s
         until_at = loop.time() + left_s
-        if self.signalled is not None and self._is_base_known:
-            try:
-                base = self.signalled.history.fingerprint
-                late = self._late(features, None)
-                return await self._rank(candidates, None, base, timestamp, top_k, late, fields, left_s)
-            except UnknownPrefix:
-                self._is_base_known = False
-                left_s = max(until_at - loop.time(), 1e-3)
-        whole = self._late(features, None if self._features is None else self._features.user)
-        return await self._rank(candidates, self._history, None, timestamp, top_k, whole, fields, left_s)
-
-    @staticmethod
-    def _late(features: Features | None, user: Mapping[str, Cell] | None) -> Features | None:
-        if features is None and user is None:
-            return None
-        return replace(features or Features(), user=user)
-
-    async def _rank(
-        self,
-        candidates: Names,
-        history: Behaviours | None,
-        base: str | None,
-        timestamp: Time | None,
-        top_k: int | None,
-        features: Features | None,
-        fields: Sequence[str],
-        timeout_s: float,
-    ) -> Ranked:
-        return await self._client.rank(
+        of_user = None if self._features is None else self._features.user
+        late = None if features is None else replace(features, user=None)
+        whole = late if of_user is None else replace(features or Features(), user=of_user)
+        rank = partial(
+            self._client.rank,
             self._user,
             candidates,
-            history=history,
-            base=base,
             timestamp=timestamp,
             top_k=top_k,
-            features=features,
             fields=fields,
             model_version=self._model_version,
             tenant=self._tenant,
-            timeout_s=timeout_s,
         )
+        if self.signalled is not None and self._is_base_known:
+            base = self.signalled.history.fingerprint
+            try:
+                return await rank(base=base, features=late, timeout_s=left_s)
+            except UnknownPrefix:
+                self._is_base_known = False
+                left_s = max(until_at - loop.time(), 1e-3)
+        return await rank(history=self._history, features=whole, timeout_s=left_s)
 
     async def _send_signal(self) -> None:
         try:
