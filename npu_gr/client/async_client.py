@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
@@ -38,7 +39,7 @@ from npu_gr.client.wire import (
     second,
 )
 from npu_gr.core.arrays import I64
-from npu_gr.core.calling import calling_files
+from npu_gr.core.calling import calling_files, placing_headers
 from npu_gr.core.errors import BadAnswer, Unavailable, Unprocessable, Unreachable
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.core.request import Normalise, OrderName, SourceName
@@ -56,7 +57,6 @@ from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.codec.rank import RankBody
 from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
 from npu_gr.server.codec.signal import SignalBody, SignalOut
-from npu_gr.server.headers import TENANT_HEADER, USER_HEADER, as_header
 
 API_KEY = "NPU_GR_API_KEY"
 MAX_USERS_BYTES = INGEST_BYTES - 1_024  # of an ingest, beside its tenant and mode
@@ -354,7 +354,17 @@ class AsyncClient:
             user, history, num_candidates, features, model_version: as of `signal`.
             timeout_s: of the signal.
         """
-        return AsyncRelayCall(self, user, history, num_candidates, features, model_version, tenant, timeout_s)
+        of_both: dict[str, Any] = {"model_version": model_version, "tenant": tenant}
+        signal = partial(
+            self.signal,
+            user,
+            history=history,
+            num_candidates=num_candidates,
+            features=features,
+            timeout_s=timeout_s,
+            **of_both,
+        )
+        return AsyncRelayCall(signal, partial(self.rank, user, **of_both), history, features, self.timeout_s)
 
     async def events(
         self,
@@ -424,7 +434,7 @@ class AsyncClient:
         # a user called ".." must not become a step in the path
         path = ERASE.path.replace("{user_id}", quote(str(user), safe="").replace(".", "%2E"))
         query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
-        call = SafeCall(method=ERASE.method, path=path + query, headers=_named(str(user), tenant))
+        call = SafeCall(method=ERASE.method, path=path + query, headers=placing_headers(str(user), tenant))
         reply = await self._channel.send(call, self._time(timeout_s))
         return tuple(read(reply, EraseBody).pending) if reply.status == 202 else ()
 
@@ -475,7 +485,7 @@ class AsyncClient:
         again: frozenset[int] = AGAIN,
     ) -> Reply:
         """Send a request about one user; what was not given is left out of its body."""
-        named = _named(str(body.user_id), body.tenant)
+        named = placing_headers(str(body.user_id), body.tenant)
         call = SafeCall(
             path=path,
             body=msgspec.msgpack.encode(given(body)),
@@ -494,12 +504,6 @@ class AsyncClient:
 
     def _time(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-
-
-def _named(user: str, tenant: str) -> dict[str, str]:
-    """Headers by which proxies place a request."""
-    named = {USER_HEADER: as_header(user)}
-    return {**named, TENANT_HEADER: as_header(tenant)} if tenant else named
 
 
 def _checked_timeout(timeout_s: float) -> float:

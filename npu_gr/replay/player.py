@@ -26,7 +26,7 @@ from itertools import islice
 import aiohttp
 import msgspec
 
-from npu_gr.core.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers, placing_headers
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import SIGNAL, Routing
 from npu_gr.replay.body import HistoryMode, SentHistories, encode
@@ -34,7 +34,6 @@ from npu_gr.replay.log import RECORDED, QueryRecord
 from npu_gr.replay.plan import Action, user_of
 from npu_gr.replay.sample import Sample, read_answer
 from npu_gr.replay.timer import Timer
-from npu_gr.server.headers import TIMEOUT_MS, USER_HEADER, as_header
 
 BATCH = 256  # actions that are read and encoded ahead, in a thread
 SWITCH_S = 1e-4  # that thread keeps the interpreter for so long at most, so the player is late by no more
@@ -204,7 +203,7 @@ class _Player:
         path = kind.path.lstrip("/")  # relative to the session's base
         timeout = aiohttp.ClientTimeout(total=budget_ms * 1e-3 + PATIENCE_S)
         # the user stands in a header too: a router reads it there to place the request
-        headers = {TIMEOUT_MS: f"{budget_ms:.3f}", USER_HEADER: as_header(record.user_id)}
+        headers = {"X-Request-Timeout-Ms": f"{budget_ms:.3f}", **placing_headers(record.user_id)}
         try:
             async with self._http.request(kind.method, path, data=body, headers=headers, timeout=timeout) as response:
                 return await response.read(), "" if response.ok else str(response.status)

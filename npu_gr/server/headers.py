@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from urllib.parse import quote
 
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.core.ids import random_id
@@ -17,10 +16,6 @@ _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
 TIMEOUT_MS = "X-Request-Timeout-Ms"
-USER_HEADER = "X-User-Id"  # by which proxies place a request
-TENANT_HEADER = "X-Tenant-Id"
-MAX_NAME = 512  # characters of either, as proxies take them
-_IN_A_HEADER = "!\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # as they are, beside letters and digits
 _MS_HEADERS = (TIMEOUT_MS, "x-envoy-expected-rq-timeout-ms")
 BUDGET_HEADERS = (*_MS_HEADERS, "grpc-timeout")
 
@@ -57,11 +52,3 @@ def budget_s(headers: Mapping[str, str], default_s: float, max_s: float) -> floa
     if budget <= 0:
         raise DeadlineExceeded("the time budget was spent before the request arrived")
     return budget
-
-
-def as_header(name: str) -> str:
-    """Write the name of a user or a tenant as a header's value: percent-encoded UTF-8 of what ASCII does not print.
-
-    A space and "%" are encoded, too. The beginning of a longer name places as well as all of it.
-    """
-    return quote(name, safe=_IN_A_HEADER)[:MAX_NAME]
