@@ -76,7 +76,9 @@ class EventConsumer:
             ConfigError: there is no action, so nothing is an event; a feature that is told is not
                 there; the file of dead letters cannot be written.
         """
-        self._consumer, self._target, self._config = consumer, target, config
+        self._consumer = consumer
+        self._target = target
+        self._config = config
         about, there = target.about, [one.name for one in target.model.features if one.of == "event"]
         if not target.model.actions:
             raise ConfigError(f"{about}: its model has no actions, so nothing is an event; serve a ranker")

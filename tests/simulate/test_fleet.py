@@ -71,7 +71,6 @@ def test_every_request_ends_once_and_leaves_nothing_behind() -> None:
     asked = Counter(request.kind for request in found if request.due_at < settings.duration_s)
     assert outcomes.num_ranks == asked["rank"]
     assert outcomes.outcomes.total() == outcomes.results.total() == asked["rank"]
-    assert outcomes.outcomes.total() == asked["rank"]
     assert outcomes.verdicts.total() == asked["signal"]
     assert len(outcomes.latencies_s) == outcomes.results[Result.GOOD] + outcomes.results[Result.SLOW]
     assert {outcome for outcome, count in outcomes.outcomes.items() if count} > {Outcome.HBM_HIT, Outcome.DRAM_HIT}
