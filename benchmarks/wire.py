@@ -30,8 +30,7 @@ from npu_gr.server.config import ServerConfig
 from npu_gr.server.oip.http import read as read_infer
 from npu_gr.server.oip.models import MODELS, InferRequest
 from npu_gr.server.oip.tensors import pack
-from npu_gr.server.rpc.inference import inputs_of
-from npu_gr.server.rpc.messages import INFERENCE, message
+from npu_gr.server.rpc.inference import INFERENCE, inputs_of, message
 
 OPTIONS = (SEED, timed_for(1.0))
 LENGTHS = (1024, 16_384)  # events of a history

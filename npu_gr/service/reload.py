@@ -21,11 +21,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.door import Door
-from npu_gr.catalogue.popular import read_popular
+from npu_gr.catalogue.records import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
+from npu_gr.core.names import difference
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.named_actions import difference
 from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
@@ -210,7 +210,10 @@ class Reload:
         self._scheduler.weigh(new.admission.tenant_weights)
         self._brownout.reconfigure(new.brownout)
         self._histories.reconfigure(
-            new.service.known_prefix_bytes, new.service.cut_step_tokens, new.admission.tenant_weights
+            new.service.known_prefix_bytes,
+            new.service.cut_step_tokens,
+            new.admission.tenant_weights,
+            new.service.unsorted_history,
         )
         self._settings.config = new
 

@@ -39,6 +39,7 @@ from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError
 from npu_gr.model.config import HSTUConfig
 from npu_gr.service.config import to_table
+from tests.engine.kv.invariants import check_dram
 from tests.models import tiny_order
 from tests.server.test_recommend_over_http import section
 from tests.serving import make_config, write_checkpoint
@@ -163,7 +164,7 @@ def test_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "100 entries" in line.case
     tier = store.FullTier(10, 0)
     tier.turns()
-    tier.store.check()
+    check_dram(tier.store)
     assert len(tier.store) == 10
 
 
