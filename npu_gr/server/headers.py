@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
-from npu_gr.core.ids import random_id
+from npu_gr.core.trace import random_id
 
 REQUEST_ID = "X-Request-Id"
 RETRY_AFTER_MS = "Retry-After-Ms"  # beside Retry-After, which has whole seconds

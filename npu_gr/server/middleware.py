@@ -14,8 +14,8 @@ from npu_gr.core.errors import NotFound, Overloaded, UnsupportedMedia
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import Answer
+from npu_gr.core.trace import CURRENT
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.trace import CURRENT
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.auth.browsers import refuse_foreign_pages

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from npu_gr.metrics.console import console
-from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
+from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, console, page
 from npu_gr.server.codec.media import JSON
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug.routes import DebugRoutes

@@ -9,10 +9,9 @@ from typing import Any
 from npu_gr import __version__
 from npu_gr.core.errors import NotFound
 from npu_gr.core.kinds import KINDS, RANK, Kind
-from npu_gr.metrics.recent import Share
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
-from npu_gr.metrics.slo import SLOT_S, Counts
+from npu_gr.metrics.slo import SLOT_S, Counts, Share
 from npu_gr.metrics.status import Goodput, ModelStatus, Served, SlowRequest, StatusReport, TierStatus, Timeline
 from npu_gr.server.newest import AccessLine, NewestRequests
 from npu_gr.server.service_protocol import ServiceProtocol

@@ -16,7 +16,7 @@ from npu_gr.front.engine.door import EngineDoor
 from npu_gr.front.engine.workers import HEARTBEAT_S, FrontWorkers
 from npu_gr.front.frames import WorkerSettings
 from npu_gr.front.questions import answers
-from npu_gr.metrics.pauses import noted_pauses
+from npu_gr.metrics.registry.process import noted_pauses
 from npu_gr.server.insight import OwnInsight
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.newest import NewestRequests

@@ -19,13 +19,13 @@ from typing import Any
 from npu_gr.core.arrays import I64, holds_any
 from npu_gr.core.errors import DeadlineExceeded, NotFound, NpuGrError
 from npu_gr.core.names import is_hashed
+from npu_gr.core.trace import CURRENT, Trace
 from npu_gr.front import frames
 from npu_gr.front.engine.door import EngineDoor
 from npu_gr.front.frames import BUILD, BY_CALL, Gauges, KindFrames
 from npu_gr.front.peer import Peer
 from npu_gr.front.questions import QUESTIONS
 from npu_gr.front.wire import pack_error
-from npu_gr.metrics.trace import CURRENT, Trace
 from npu_gr.server.service_protocol import ServiceProtocol
 
 log = logging.getLogger(__name__)

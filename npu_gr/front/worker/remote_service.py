@@ -26,12 +26,12 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q, Routing
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
+from npu_gr.core.trace import CURRENT
 from npu_gr.front import frames
 from npu_gr.front.frames import BY_ANSWER, BY_KIND
 from npu_gr.front.peer import Peer
 from npu_gr.front.questions import QUESTIONS
 from npu_gr.front.wire import unpack_error
-from npu_gr.metrics.trace import CURRENT
 from npu_gr.server.codec.base import Shown
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,17 @@
-"""The process: its event loop, its limits, what it runs, its recorder."""
+"""The process: its event loop, its limits, what it runs, its reloads, its keys, its recorder.
+
+A refused reload leaves what served before in service, so nothing else shows it: an operator would believe that the new
+checkpoint serves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
 
 from prometheus_client import CollectorRegistry, Info
 from prometheus_client.process_collector import ProcessCollector
@@ -76,3 +85,99 @@ class ProcessMetrics:
                 "kernels": model.kernels,  # torch, or the instruction set of the native ones
             }
         )
+
+
+class Reloaded(StrEnum):
+    """What can be read again while the instance serves; the value of the metric label `what`."""
+
+    CONFIGURATION = "configuration"  # the file with every section; models too
+    CATALOGUE = "catalogue"  # the items that generates find
+    VECTORS = "vectors"  # what matches search
+
+
+class ReloadMetrics:
+    """The last reload of each thing that an instance serves. A thing that it does not serve has no series."""
+
+    def __init__(self, make: Families, clock: Callable[[], float] = time.time) -> None:
+        """Make the families.
+
+        Args:
+            make: on which registry.
+            clock: unix seconds.
+        """
+        self._clock = clock
+        self._successful = make.gauge(
+            "last_reload_successful", "1 if the last reload took effect, 0 if it was refused.", ("what",)
+        )
+        self._success_at = make.gauge(
+            "last_reload_success_timestamp_seconds", "When what serves now was loaded, in unix seconds.", ("what",)
+        )
+
+    def loaded(self, what: Reloaded) -> None:
+        """Record that something was loaded, at the start or by a reload."""
+        self._successful.labels(what.value).set(1)
+        self._success_at.labels(what.value).set(self._clock())
+
+    @contextmanager
+    def attempt(self, what: Reloaded) -> Iterator[None]:
+        """Record how the block ends: it reloads, or it raises, and what served before goes on."""
+        try:
+            yield
+        except BaseException:  # a caller who leaves in the middle did not get what it asked for either
+            self._successful.labels(what.value).set(0)
+            raise
+        self.loaded(what)
+
+
+class KeyMetrics:
+    """Refusals by reason, and gauges that are read when they are scraped."""
+
+    def __init__(self, make: Families) -> None:
+        self._refused = make.counter("api_keys_refused_total", "Requests refused for their API key.", ("reason",))
+        self._in_force = make.gauge("api_keys", "API keys in force; expired ones are not.")
+        self._is_stale = make.gauge("api_keys_file_stale", "1 while the key file cannot be used: older keys hold.")
+
+    def observe(self, reasons: Iterable[str], in_force: Callable[[], int], is_stale: Callable[[], bool]) -> None:
+        """Export what is true when it is scraped.
+
+        Args:
+            reasons: every value of the label `reason`.
+            in_force: counts the keys.
+            is_stale: whether the file cannot be used.
+        """
+        for reason in reasons:
+            self._refused.labels(reason)
+        self._in_force.set_function(in_force)
+        self._is_stale.set_function(is_stale)
+
+    def refused(self, reason: str) -> None:
+        """Count a request."""
+        self._refused.labels(reason).inc()
+
+
+@contextmanager
+def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[], None]]:
+    """Note the pauses while the block runs.
+
+    Yields:
+        A function that calls `observe(generation, seconds)` for each pause noted since its last call.
+    """
+    noted: deque[tuple[int, float]] = deque(maxlen=4096)
+    began_at = 0.0
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        nonlocal began_at
+        if phase == "start":
+            began_at = time.perf_counter()
+        else:
+            noted.append((info["generation"], time.perf_counter() - began_at))
+
+    def drain() -> None:
+        while noted:
+            observe(*noted.popleft())
+
+    gc.callbacks.append(on_collection)
+    try:
+        yield drain
+    finally:
+        gc.callbacks.remove(on_collection)
