@@ -16,7 +16,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.core.history import Events
 from npu_gr.model.history_tokens import ItemVocabulary, tokenize
-from npu_gr.model.segment import HostTokens, Segment
+from npu_gr.model.hstu_segments import HostTokens, Segment
 from npu_gr.model.weights import load
 
 

@@ -27,7 +27,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Past, Segment
+from npu_gr.model.hstu_segments import Past, Segment
 
 LENGTHS = (1024, 4096)
 CANDIDATES = (100, 500)

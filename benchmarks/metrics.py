@@ -26,7 +26,7 @@ from npu_gr.core.request import Outcome, RankAnswer, Reason
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT, begin
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Past, Segment
+from npu_gr.model.hstu_segments import Past, Segment
 from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.access_log import log as request_log
 from npu_gr.server.config import ServerConfig

@@ -33,8 +33,8 @@ import torch
 from benchmarks.line import Line
 from npu_gr.core.arrays import I64
 from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import NewItems
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.data import InteractionLog, NextItem, build_log, to_train_on
 from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, item_vectors, residual_codes

@@ -30,11 +30,10 @@ from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
 from npu_gr.engine.queue import Demand, JobOrder, JobStep
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.feature_rows import FeatureValues
+from npu_gr.model.feature_rows import FeatureValues, NewItems
 from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import NewItems
-from npu_gr.model.segment import HostTokens, Past, Segment
+from npu_gr.model.hstu_segments import HostTokens, Past, Segment
 
 FOUND = 200  # items that the warm-up finds
 

@@ -30,8 +30,8 @@ from npu_gr.core.feature_schema.encode import Encoded, FeatureEncoder
 from npu_gr.core.words import quoted
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.history_tokens import UNKNOWN, ItemVocabulary
-from npu_gr.model.item_rows import NewItems
 
 log = logging.getLogger(__name__)
 

@@ -43,14 +43,10 @@ from npu_gr.core.arrays import F32
 from npu_gr.core.feature_schema.factors import NUM_FACTORS
 from npu_gr.core.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
-from npu_gr.model.feature_rows import FeatureTable, FeatureValues
-from npu_gr.model.hstu_layer import HSTULayer
-from npu_gr.model.hstu_segments import run_by_segments
+from npu_gr.model.feature_rows import FeatureTable, FeatureValues, ItemCodeRows, NewItems
+from npu_gr.model.hstu_layer import ClockMix, HSTULayer, edges_of, head_mlp, head_norm
+from npu_gr.model.hstu_segments import Segment, run_by_segments
 from npu_gr.model.hstu_whole import run_whole_layers, told_in_numbers, weights_of, whole_pass
-from npu_gr.model.item_rows import ItemCodeRows, NewItems
-from npu_gr.model.norms import ClockMix, head_mlp, head_norm
-from npu_gr.model.segment import Segment
-from npu_gr.model.time_buckets import edges_of
 
 _TORCH = TorchOps()  # differentiable, for training
 

@@ -22,7 +22,7 @@ from npu_gr.backend.calls import (
 )
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu_layer import HSTULayer
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 
 
 def told_in_numbers(config: HSTUConfig, segments: Sequence[Segment]) -> list[HstuSegment] | None:

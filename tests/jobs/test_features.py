@@ -27,7 +27,7 @@ from npu_gr.core.request import (
     SignalRequest,
 )
 from npu_gr.model.feature_rows import FeatureValues
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import load
 from npu_gr.relay.lookup import Inventory
 from npu_gr.service.service import Service

@@ -13,7 +13,7 @@ from npu_gr.backend.calls import HstuCall, HstuShape
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.config import HSTUConfig, TimeBuckets, inexact_fields, write_keys
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.time_buckets import NEVER_S, bucket_by_formula, edges_of
+from npu_gr.model.hstu_layer import NEVER_S, bucket_by_formula, edges_of
 from tests.models import CPU, Request, cached, full, tiny_config, tiny_model
 
 LOG = TimeBuckets(function="log", count=20, divisor=0.301)

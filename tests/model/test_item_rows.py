@@ -15,8 +15,8 @@ from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig, ItemFeature, write_keys
+from npu_gr.model.feature_rows import ItemCodeRows, NewItems, draw_kept
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import ItemCodeRows, NewItems, draw_kept
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import CPU, Request, tiny_config, tiny_model
 

@@ -22,7 +22,7 @@ from npu_gr.jobs.hook import HookContext
 from npu_gr.jobs.trunk import TrunkUse
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import load
 from npu_gr.service.service import Service
 from tests.matching.vectors import KNOWN, make_vectors

@@ -15,8 +15,8 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
+from npu_gr.model.feature_rows import draw_kept
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import draw_kept
 from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
 from npu_gr.train.generate.codes import ItemCodes, item_vectors
 from npu_gr.train.rank.factors import factorise

@@ -19,10 +19,9 @@ from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues
 from npu_gr.model.computed_features import cross_features
-from npu_gr.model.feature_rows import FeatureValues
+from npu_gr.model.feature_rows import FeatureValues, NewItems
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import NewItems
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.evaluate import judged_logits
