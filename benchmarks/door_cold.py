@@ -28,7 +28,7 @@ class ColdRanker:
         self._backend = choose(backend)
         found = load(checkpoint)
         self._model = found.model.to(self._backend.device).eval()
-        self._model.freeze_items()
+        self._model.items.freeze()
         self._vocabulary = ItemVocabulary(found.item_ids)
 
     def scores(self, body: dict[str, Any]) -> dict[str, list[float]]:

@@ -160,7 +160,7 @@ class _Bench:
         shape = msgspec.structs.replace(config(), features=features)
         backend = choose(backend_name)
         model = HSTU(shape).to(backend.device).eval()
-        model.freeze_items()
+        model.items.freeze()
         layout = KVLayout(
             num_layers=shape.num_layers,
             num_heads=shape.num_heads,

@@ -125,7 +125,7 @@ def _rank(
     """The naive path has no bias, so neither has the model: its tables are zero, and are looked up all the same."""
     shape = rank.config()
     model = HSTU(shape).cast(dtype).eval()
-    model.freeze_items()
+    model.items.freeze()
     naive = NaiveCachedBackend()
     nothing = torch.empty(0, dtype=torch.int64)
     items = torch.randint(shape.num_items, (length,))

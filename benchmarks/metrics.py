@@ -115,7 +115,7 @@ def _pass(layers: int, width: int, candidates: int, seed: int) -> Callable[[], o
     backend = choose("cpu")
     shape = config(layers, width)
     model = HSTU(shape).eval()
-    model.freeze_items()
+    model.items.freeze()
     items = torch.randint(shape.num_items, (256,))
     times = torch.arange(256) * 1000
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -85,7 +85,7 @@ def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: fl
         for name, parameter in model.named_parameters():
             if name.endswith(("position_bias", "time_bias")):
                 parameter.normal_(std=0.1)
-    model.cast(dtype).to(backend.device).eval().freeze_items()
+    model.cast(dtype).to(backend.device).eval().items.freeze()
     layout = KVLayout(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,

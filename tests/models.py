@@ -49,7 +49,7 @@ def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0
         for index, feature in enumerate(model.config.item_features):
             ids = torch.randint(0, feature.num_values + 1, (model.config.num_items, feature.max_values))
             getattr(model, f"feature_ids_{index}").copy_(ids)
-    model.cast(dtype).eval().freeze_items()
+    model.cast(dtype).eval().items.freeze()
     return model
 
 

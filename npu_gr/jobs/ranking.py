@@ -42,8 +42,8 @@ from npu_gr.jobs.in_use import InUse
 from npu_gr.jobs.late_features import LateFeatureReader
 from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.metrics.registry import Metrics
-from npu_gr.model.computed_features import cross_features
 from npu_gr.model.history_tokens import UNKNOWN, ItemVocabulary, Tokens, tokenize
+from npu_gr.model.hstu_input import cross_features
 from npu_gr.model.order import Order, OrderSum
 from npu_gr.relay.relay import Lease, Relay
 

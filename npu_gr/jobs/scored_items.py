@@ -90,7 +90,7 @@ class ScoredItems:
     @property
     def num_spare(self) -> int:
         """Rows that are left."""
-        return self._engine.model.num_rows - len(self.vocabulary)
+        return self._engine.model.items.num_rows - len(self.vocabulary)
 
     async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
         """Write rows for what is new in a version of the catalogue.

@@ -80,7 +80,7 @@ class Asked:
     def trained(self, folder: Path) -> np.ndarray[Any, Any]:
         """What the trainer's reading of the same rows gives: no service, no request, one forward pass."""
         model = load(folder).model
-        model.freeze_items()
+        model.items.freeze()
 
         def encoded(of: Of, columns: dict[str, Any], num_rows: int) -> FeatureValues | None:
             own = [one for one in self.features if one.of == of]

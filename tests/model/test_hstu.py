@@ -174,7 +174,7 @@ def test_every_input_matters() -> None:
     assert drift(full(model, later), want) > 1e-6
     plain = tiny_model(torch.float64)
     plain.get_buffer("feature_ids_0")[:] = 0
-    plain.freeze_items()
+    plain.items.freeze()
     assert drift(full(plain, request), want) > 1e-6
 
 

@@ -182,7 +182,7 @@ def _made(variant: dict[str, Any]) -> HSTU:
         for name, parameter in model.named_parameters():
             if name.startswith("feature."):
                 parameter[-1] = 0  # padding
-    model.freeze_items()
+    model.items.freeze()
     return model
 
 
@@ -209,7 +209,7 @@ def test_the_last_behaviour_answers_at_the_requests_time(num_history: int) -> No
     for scores in (got, full(model, request, ReferenceBackend())):
         assert float((scores - want).abs().max()) < 1e-5  # items are compared in fp32
     (u,) = model(CPU, [request.segment(candidates=torch.tensor([300]), is_next=True)])
-    assert float(((model.item_vectors()[request.candidates] @ u[0].float())[:, None] - want).abs().max()) < 1e-5
+    assert float(((model.items.vectors()[request.candidates] @ u[0].float())[:, None] - want).abs().max()) < 1e-5
     (line,) = inexact_fields(model.config)
     assert "E10" in line
 

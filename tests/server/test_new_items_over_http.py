@@ -102,7 +102,7 @@ class ByHand:
 
     def best(self, seen: list[int], hidden: set[int]) -> list[int]:
         """The items by u . e, best first."""
-        products = self.model.item_vectors() @ self.run(seen, [], is_next=True)[0]
+        products = self.model.items.vectors() @ self.run(seen, [], is_next=True)[0]
         items = list(self.row)
         return [items[row] for row in products.argsort(descending=True).tolist() if items[row] not in hidden]
 

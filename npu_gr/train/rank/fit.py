@@ -93,7 +93,7 @@ def fit(
     trainer = EpochTrainer(
         model,
         options,
-        tables=model.item_parts(),
+        tables=model.items.parts(),
         table_weight_decay=options.item_weight_decay,
         stage=stage,
         auxiliary=[*auxiliary.parameters()],
@@ -105,7 +105,7 @@ def fit(
     best, best_epochs = model, 0
 
     def loss_of(batch: Batch) -> Tensor:
-        model.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
+        model.items.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
         with_click = trainer.done_ratio >= CLICK_AFTER
         return batch_loss(model, auxiliary, inputs, batch, labels, options, with_click=with_click)
 
@@ -118,7 +118,7 @@ def fit(
             best, best_epochs = copy.deepcopy(trainer.averaged), epoch + 1
         if is_judged and (stopping.is_over or gives_up((epoch + 1) / options.epochs, curve[-1])):
             break
-    best.eval().freeze_items()
+    best.eval().items.freeze()
     return Fitted(best, best_epochs, tuple(curve))
 
 

@@ -42,7 +42,7 @@ def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def made(family: str, weights: dict[str, Tensor], settings: dict[str, Any]) -> Converted:
     converted = FAMILIES[family](ForeignCheckpoint("fixture", weights, settings), GivenNames())
-    converted.model.freeze_items()
+    converted.model.items.freeze()
     return converted
 
 

@@ -167,7 +167,7 @@ def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_
         is_next=True,
     )
     before, after = (
-        (checkpoint.model.item_vectors() @ checkpoint.model(CPU, [history])[0][0]).softmax(0)[row].item()
+        (checkpoint.model.items.vectors() @ checkpoint.model(CPU, [history])[0][0]).softmax(0)[row].item()
         for checkpoint in (evaluated, served)
     )
     assert after > before
