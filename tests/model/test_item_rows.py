@@ -63,7 +63,7 @@ def test_a_written_row_is_that_of_a_trained_item_without_a_residual(dtype: torch
     request = Request(12, 5)
     segment = request.segment(candidates=torch.tensor([300, 7, 302]))
     assert torch.equal(model(CPU, [segment])[0], wide(CPU, [segment])[0])
-    at_next = [torch.tensor([one.items.num_rows]) for one in (model, wide)]  # NEXT's is the last row, behind the spare ones
+    at_next = [torch.tensor([one.items.num_rows]) for one in (model, wide)]  # NEXT's is behind the spare ones
     segments = [request.segment(candidates=row, is_next=True) for row in at_next]
     assert torch.equal(model(CPU, segments[:1])[0], wide(CPU, segments[1:])[0])
 
