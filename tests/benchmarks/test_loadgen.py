@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.door_client import LoadStream, Pause, StreamCounts, compiled, drive
+from benchmarks.loadgen import LoadStream, Pause, StreamCounts, compiled, drive
 from npu_gr.core.errors import ConfigError
 from tests.benchmarks.stub_server import stub
 

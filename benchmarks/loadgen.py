@@ -1,4 +1,4 @@
-"""The load generator of `python -m benchmarks door`: compile it, describe its streams, run it, read its counts.
+"""The load generator: compile it, describe its streams, run it, read its counts.
 
 It is a small C program (`loadgen.c` beside this file), because at 7,000 requests a second a client in Python is late by
 itself. It is compiled on first use into `build/`.
@@ -29,7 +29,7 @@ class LoadStream(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     mode: Literal["closed", "poisson", "bursts"]
-    bodies: Path  # one JSON body a line; drawn at random
+    bodies: Path  # one request a line, as `servers.write_bodies` makes them; drawn at random
     from_s: float = 0.0  # since the run began
     to_s: float
     connections: int
@@ -92,7 +92,7 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
     due: int
     unsent: int  # of the timeouts: no connection was free
     in_time: int
-    late: int  # answered after the goal, before the deadline
+    late: int  # answered after the goal, before the deadline; 504 too
     refused: int  # 429
     other: int  # another status
     timeouts: int
@@ -113,9 +113,19 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
         return self.refused / self.span_s
 
     @property
+    def answered(self) -> int:
+        """Answers with scores, in time or late."""
+        return self.in_time + self.late
+
+    @property
     def lost(self) -> int:
         """Requests that were not answered in time."""
         return self.due - self.in_time
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that got neither an answer nor a refusal."""
+        return self.timeouts + self.errors + self.other
 
 
 class ClientReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,14 +154,14 @@ def compiled(build: Path = Path("build")) -> Path:
         return program.absolute()
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise ConfigError("bench door: its load generator is in C and there is no cc, gcc or clang here")
+        raise ConfigError("bench: the load generator is in C and there is no cc, gcc or clang here")
     build.mkdir(parents=True, exist_ok=True)
     fresh = program.with_name(f"{program.name}.{os.getpid()}")
     done = subprocess.run(
         [compiler, *FLAGS, "-o", str(fresh), str(folder / SOURCES[0]), "-lm"], capture_output=True, text=True
     )
     if done.returncode:
-        raise ConfigError(f"bench door: {compiler} failed: {done.stderr.strip()}")
+        raise ConfigError(f"bench: {compiler} failed: {done.stderr.strip()}")
     fresh.replace(program)
     return program.absolute()
 
@@ -177,7 +187,7 @@ def drive(
         pause: of a process.
         seed: of arrivals and of the order of the bodies.
         goal_s: an answer is in time within it, from the due instant.
-        deadline_s: the client gives up after it.
+        deadline_s: the client gives up after it, unless the request names its own budget.
         path: of the POST.
         respect_retry_after: closed clients wait as a 429 says; else they send again at once.
 
@@ -197,5 +207,5 @@ def drive(
     most_s = max(stream.to_s for stream in streams) + deadline_s + PATIENCE_S
     done = subprocess.run(command, capture_output=True, text=True, timeout=most_s)
     if done.returncode:
-        raise ConfigError(f"bench door: {done.stderr.strip() or f'the client ended with {done.returncode}'}")
+        raise ConfigError(f"bench: {done.stderr.strip() or f'the client ended with {done.returncode}'}")
     return msgspec.json.decode(done.stdout, type=ClientReport)
