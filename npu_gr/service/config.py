@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from npu_gr.admission.brownout import BrownoutConfig
-from npu_gr.admission.config import AdmissionConfig
+from npu_gr.relay.brownout import BrownoutConfig
+from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.backend.names import AttentionMode, BackendName, NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS

@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from npu_gr.admission.brownout import BrownoutConfig
-from npu_gr.admission.config import AdmissionConfig
+from npu_gr.relay.brownout import BrownoutConfig
+from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero
 from npu_gr.core.units import IN_BYTES
 from npu_gr.engine.cost import CostModel
