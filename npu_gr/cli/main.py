@@ -20,7 +20,6 @@ from npu_gr.cli.keys import keys
 from npu_gr.cli.one_line import describe
 from npu_gr.cli.options import CALLING_TLS
 from npu_gr.cli.prepare import prepare
-from npu_gr.cli.proto import proto
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, route, serve
 from npu_gr.cli.simulate import simulate
@@ -65,7 +64,7 @@ for _command in (
     *(prepare, init, serve, route, check_config, config, keys, fleet),
     *(train, load, import_, consume, store, replay, record, erase_check),
     *(simulate, calibrate, doctor, build_ops),
-    *(dashboards, bundle, proto, judge, demo, monitor),
+    *(dashboards, bundle, judge, demo, monitor),
 ):
     main.add_command(_command)
 describe(main)

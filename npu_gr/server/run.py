@@ -19,7 +19,7 @@ from npu_gr.server.auth.browsers import is_loopback_name
 from npu_gr.server.auth.rules import Address
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.middleware import Pipeline
-from npu_gr.server.rpc.opening import RPC
+from npu_gr.server.rpc.server import RPC
 
 log = logging.getLogger(__name__)
 
