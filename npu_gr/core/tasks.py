@@ -30,8 +30,9 @@ async def deadline(budget_s: float) -> AsyncIterator[float]:
         DeadlineExceeded: the budget ran out; the block was cancelled and has unwound.
     """
     at = time.monotonic() + budget_s
+    scope = asyncio.timeout(None if budget_s == float("inf") else budget_s)
     try:
-        async with asyncio.timeout(None if budget_s == float("inf") else budget_s) as scope:
+        async with scope:
             yield at
     except TimeoutError as error:
         if not scope.expired():

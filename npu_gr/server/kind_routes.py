@@ -48,10 +48,7 @@ def kind_handlers(
 
 def kind_routes(handlers: Mapping[str, Callable[[web.Request], Awaitable[web.Response]]]) -> list[web.RouteDef]:
     """Make the routes of all kinds."""
-    return [
-        web.route(kind.method, _pattern(kind.path), handlers[kind.name])
-        for kind in KINDS.values()
-    ]
+    return [web.route(kind.method, _pattern(kind.path), handlers[kind.name]) for kind in KINDS.values()]
 
 
 def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """What every request passes: id, trace, address, key, body, admission, handler, errors, counts, the access log.
 
-    head --> address, page, key, media --> body --> admission --> handler --> id and trace of the answer
-                |                           |          |             |
-                '---- 401 403 404 415 ------+-- 408 ---+-- 429 ------+-- every error becomes an answer here
+head --> address, page, key, media --> body --> admission --> handler --> id and trace of the answer
+|                           |          |             |
+'---- 401 403 404 415 ------+-- 408 ---+-- 429 ------+-- every error becomes an answer here
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import NotFound, Overloaded, Refusal, Unauthorized, UnsupportedMedia
+from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, Unauthorized, UnsupportedMedia
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer
@@ -23,7 +23,7 @@ from npu_gr.metrics.trace import CURRENT, Trace
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.admission.controller import Permit
-from npu_gr.server.admission.middleware import Admission
+from npu_gr.server.admission.middleware import REJECTED, Admission
 from npu_gr.server.auth.browsers import refuse_foreign_pages
 from npu_gr.server.auth.key_ring import KeyRing
 from npu_gr.server.auth.keys import Key
@@ -54,7 +54,6 @@ ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignor
 NO_ROUTE = "none"  # in the place of a pattern
 OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
 EVERYTHING = Address()  # of a listener that is not ours
-ADMISSION_REASONS = (Refusal.LATE, Refusal.SHARE)
 _NO_LIMIT_S = float("inf")
 _CLOSING = (401, 408, 413, 415)  # after these an answer closes its connection: the caller must begin anew
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
@@ -107,6 +106,10 @@ class Pipeline:
 
         return handle
 
+    def malformed(self) -> None:
+        """Count a message that is no HTTP; aiohttp has answered it with 400."""
+        self._metrics.requests.broken(400)
+
     def agent_line(self) -> bytes:
         """Return what HAProxy's agent-check is told; see `Admission.agent_line`."""
         return self._admission.agent_line(is_ready=self._service.is_ready()[0])
@@ -136,6 +139,7 @@ class Pipeline:
             self._metrics.requests.in_flight.dec()
             self._admission.release(request)
             self._ended(request, route, kind, trace, span, status, error)
+            error = None  # its traceback holds this frame: a cycle would wait for the collector
         response.headers[headers.REQUEST_ID] = request_id
         response.headers["traceparent"] = trace.header
         if status in _CLOSING or not self._service.is_ready()[0]:
@@ -150,13 +154,14 @@ class Pipeline:
         if not address.serves(path):
             raise NotFound(f"{path}: not at this address; the public and the admin address serve different routes")
         if route not in self._health:
-            refuse_foreign_pages(request.headers, is_loopback=address.refuses_foreign_hosts)
+            is_loopback = address.refuses_foreign_hosts and not self._admission.is_proxy(request)
+            refuse_foreign_pages(request.headers, is_loopback=is_loopback)
         rule = self._rules.get((_method(request), route))
         if rule is None or rule.scope is not None:
             await self._check_key(request, rule)
         _check_media(request)
         if kind is None or kind.must_finish:
-            await self._admission.receive(request, None, "", _NO_LIMIT_S)
+            await self._admission.receive(request, None, "", _NO_LIMIT_S, is_counted=address.is_public)
             return await handler(request)
         budget_s = headers.budget_s(request.headers, self._config.default_budget_s, self._config.max_budget_s)
         tenant = request[KEY].tenant or ""
@@ -208,7 +213,7 @@ class Pipeline:
     ) -> None:
         """Count and log a request; a rejection of admission is counted there, and logged once a second."""
         refusal = error.reason if isinstance(error, Overloaded) else None
-        if kind is not None and refusal in ADMISSION_REASONS and PERMIT not in request:
+        if REJECTED in request:
             return
         ended = EndedRequest(
             kind=kind.name if kind else None,
@@ -231,7 +236,7 @@ class Pipeline:
             ended.duration_s,
             stages_s,
             refusal=refusal,
-            has_s=request.get(LEFT_S, _NO_LIMIT_S),
+            has_s=request.get(LEFT_S, 0.0 if isinstance(error, DeadlineExceeded) else _NO_LIMIT_S),
         )
         self._access_log.write(ended)
         if span is not None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.signals import stop_signals
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 PIPELINE = web.AppKey("pipeline", Pipeline)
 TLS = web.AppKey("tls", ServerTls)
+LINGER_S = 2.0  # for the rest of a body after an answer that closes; else a reset could overtake the answer
 AGENT_TIMEOUT_S = 1.0  # for a proxy to take the agent's line
 
 
@@ -55,7 +57,7 @@ async def serve(
     rpc = app.get(RPC)
     await runner.setup()
     try:
-        ports = await listen(runner, app, config)
+        ports = [await _listen(runner, app, config, address) for address in make_addresses(config)]
         async with agent(app[PIPELINE], config):
             if rpc is not None:
                 await rpc.listen()
@@ -73,34 +75,48 @@ async def serve(
     log.info("stopped")
 
 
+class _Malformed(logging.Filter):
+    """Counts messages that are no HTTP instead of logging each with a traceback: they are a stranger's noise."""
+
+    def __init__(self, count: Callable[[], None]) -> None:
+        super().__init__()
+        self._count = count
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError):
+            self._count()
+            return False
+        return True
+
+
 def make_runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
     """Make the runner of an application; nothing listens yet."""
+    connections = logging.Logger(f"{__name__}.connections")
+    connections.parent = log
+    connections.addFilter(_Malformed(app[PIPELINE].malformed))
     return web.AppRunner(
         app,
         access_log=None,
+        logger=connections,
         auto_decompress=False,  # 1 kB of a client's may inflate to a gigabyte
         handler_cancellation=True,  # a client that disconnects frees what its request holds
         keepalive_timeout=config.idle_timeout_s,
+        lingering_time=LINGER_S,
         shutdown_timeout=config.shutdown_timeout_s,
     )
 
 
-async def listen(runner: web.AppRunner, app: web.Application, config: ServerConfig) -> list[int]:
-    """Listen at the public address and at the admin one, or at one for both; returns their ports.
-
-    Raises:
-        ConfigError: an address cannot be bound.
-    """
+def make_addresses(config: ServerConfig) -> list[Address]:
+    """Say what an instance serves at its public address and at its admin one, or at one for both."""
     public = Address(
         is_admin=config.has_one_address,
         # another site's page has no key, so keys are enough here: the names of proxies are not known
         refuses_foreign_hosts=is_loopback_name(config.host) and not config.api_keys_file,
     )
-    ports = [await _listen(runner, app, config, public)]
-    if not config.has_one_address:
-        admin = Address(is_public=False, refuses_foreign_hosts=is_loopback_name(config.admin_host))
-        ports.append(await _listen(runner, app, config, admin))
-    return ports
+    if config.has_one_address:
+        return [public]
+    return [public, Address(is_public=False, refuses_foreign_hosts=is_loopback_name(config.admin_host))]
 
 
 async def _listen(runner: web.AppRunner, app: web.Application, config: ServerConfig, address: Address) -> int:
@@ -116,14 +132,18 @@ async def _listen(runner: web.AppRunner, app: web.Application, config: ServerCon
     try:
         await site.start()
     except OSError as error:
-        raise ConfigError(
-            f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}"
-        ) from error
-    port = runner.addresses[-1][1]
+        raise ConfigError(f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}") from error
+    port = int(runner.addresses[-1][1])
     app[PIPELINE].addresses[port] = address
     what = field.replace("_", " ")
     log.info("%slistening on %s:%d%s", what, host, port, "" if context is None else ", TLS")
     return port
+
+
+async def listen_at(runner: web.AppRunner, app: web.Application, address: Address, path: str) -> None:
+    """Listen at a Unix socket."""
+    await web.UnixSite(runner, path).start()
+    app[PIPELINE].addresses[path] = address
 
 
 @asynccontextmanager
@@ -139,7 +159,9 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(AGENT_TIMEOUT_S):
+            async with asyncio.timeout(  # for the rest of a body after an answer that closes; else a reset could overtake the answer
+                AGENT_TIMEOUT_S
+            ):
                 writer.write(pipeline.agent_line())
                 await writer.drain()
         writer.close()
@@ -147,9 +169,7 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
     try:
         server = await asyncio.start_server(answer, config.host, config.agent_port)
     except OSError as error:
-        raise ConfigError(
-            f"server.agent_port: cannot listen on {config.host}:{config.agent_port}: {error}"
-        ) from error
+        raise ConfigError(f"server.agent_port: cannot listen on {config.host}:{config.agent_port}: {error}") from error
     async with server:
         port: int = server.sockets[0].getsockname()[1]
         log.info("agent-check on %s:%d", config.host, port)

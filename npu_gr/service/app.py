@@ -81,9 +81,7 @@ async def instance(
 
 
 @asynccontextmanager
-async def opened(
-    config: Config, read: Callable[[], Config] | None = None
-) -> AsyncIterator[OpenedInstance]:
+async def opened(config: Config, read: Callable[[], Config] | None = None) -> AsyncIterator[OpenedInstance]:
     """Run an instance without HTTP: models loaded, tiers allocated, parity tested, warmed up.
 
     Args:

@@ -11,8 +11,8 @@
     ingest     write the events of many users, each of whom fails alone                      jobs/ingest.py
     erase      history store, known prefixes, every memory tier                              jobs/erase.py
 
-`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. Permit, deadline and lease
-are released by indentation, however a request ends.
+`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. Permit, deadline and
+lease are released by indentation, however a request ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
 from npu_gr.core.served import ModelInfo
+from npu_gr.core.tasks import deadline
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call, KindJob
 from npu_gr.jobs.histories import Histories
-from npu_gr.core.tasks import deadline
 from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl

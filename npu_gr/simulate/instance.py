@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
-from npu_gr.server.admission.controller import AdmissionController, Permit
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.engine.kv.layout import KVLayout
 from npu_gr.engine.kv.tiers import open_tiers
+from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
 from npu_gr.relay.relay import Relay
+from npu_gr.server.admission.controller import AdmissionController, Permit
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.engine import SimulatedEngine, SimulatedPrefix
 from npu_gr.simulate.scheduler import PassTimes, RankWork, VirtualScheduler

@@ -38,7 +38,7 @@ from typing import Annotated, Any
 import msgspec
 
 from npu_gr.core.errors import Overloaded, Refusal
-from npu_gr.core.kinds import KINDS, Kind, Priority
+from npu_gr.core.kinds import KINDS, RANK, Kind, Priority
 from npu_gr.core.settings import Count, Positive
 from npu_gr.server.admission.fair_queue import FairQueue
 from npu_gr.server.admission.tenants import Holder, Tenants
@@ -90,6 +90,20 @@ class ServiceTime:
         self._samples += 1
         weight = max(min(1 / 32, self.seconds / 0.04), 1 / (self._samples + 1))
         self.seconds += weight * (min(gap_s, max(8.0 * self.seconds, 0.008)) - self.seconds)
+
+
+class _Mix:
+    """The service time and the objective of the kinds as they come; a proxy is told one limit for all of them."""
+
+    __slots__ = ("objective_s", "service_time")
+
+    def __init__(self, objective_s: float) -> None:
+        self.objective_s = objective_s
+        self.service_time = ServiceTime(GUESS * objective_s)
+
+    def observe(self, gap_s: float, objective_s: float) -> None:
+        self.service_time.observe(gap_s)
+        self.objective_s += (objective_s - self.objective_s) / 32
 
 
 class QueuedRequest:
@@ -200,7 +214,7 @@ class AdmissionController:
         self._up_to = [[one for one in self._kinds.values() if one.priority <= p] for p in Priority]
         self._tenants = Tenants(config.tenant_weights, self._min, clock)
         self._departed_at = _NEVER  # the last departure that left work to do
-        self._last = self._kinds[next(iter(KINDS))]  # the kind that departed last
+        self._mix = _Mix(objective_s(RANK.name))
         self._admitted = 0
         self._active = 0
         self._waiting = 0
@@ -249,9 +263,8 @@ class AdmissionController:
         return int(self._limit(self._kinds[kind]))
 
     def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
-        """Return how many requests a proxy should send at once: `share` of the objective of the kind served last."""
-        state = self._last
-        fits = share * state.objective_s / max(state.service_time.seconds, 1e-9)
+        """Return how many requests a proxy should send at once: what takes `share` of the objective."""
+        fits = share * self._mix.objective_s / max(self._mix.service_time.seconds, 1e-9)
         return int(min(max(fits, at_least), at_most))
 
     # ---- arriving
@@ -360,12 +373,12 @@ class AdmissionController:
         now_at = self._clock()
         if self._departed_at > _NEVER:
             state.service_time.observe(now_at - self._departed_at)
+            self._mix.observe(now_at - self._departed_at, state.objective_s)
         state.active -= 1
         self._active -= 1
         self._admitted -= 1
         self._tenants.left(holder)
         self._departed_at = now_at if self._active else _NEVER
-        self._last = state
         self._serve_next()
 
     def _suspend(self, state: _KindState, holder: Holder) -> None:

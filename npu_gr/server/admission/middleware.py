@@ -43,6 +43,8 @@ SEARCHED_BYTES = 2048  # of each end of a body, for its tenant
 AGENT_SHARE = 0.12  # of the objective: what a proxy sends at once; its own queue takes most of the rest
 AGENT_LIMITS = (2, 64)  # requests
 BODY = web.RequestKey("body", bytes)
+REJECTED = web.RequestKey("rejected", bool)  # by admission, which has counted it
+COUNTED_BYTES = web.RequestKey("counted_bytes", int)  # of the body, in `Admission.receiving_bytes`
 _JSON_TENANT = re.compile(rb'"tenant"\s*:\s*"([^"\\]{1,256})"')
 _MSGPACK_TENANT = re.compile(rb"\xa6tenant([\xa0-\xbf]|\xd9.)", re.DOTALL)  # and the head of its value
 
@@ -67,7 +69,15 @@ class Admission:
         self.paused = 0  # rejections that wait
         metrics.door.observe(controller, lambda: self.paused, lambda: self.receiving_bytes)
 
-    async def receive(self, request: web.Request, kind: Kind[Any, Any] | None, tenant: str, granted_s: float) -> None:
+    async def receive(
+        self,
+        request: web.Request,
+        kind: Kind[Any, Any] | None,
+        tenant: str,
+        granted_s: float,
+        *,
+        is_counted: bool = True,
+    ) -> None:
         """Receive the body of a request into `request[BODY]`; `release` gives its bytes back.
 
         Args:
@@ -75,6 +85,8 @@ class Admission:
             kind: that needs admission; None = none.
             tenant: of the key; "" = the body names it.
             granted_s: the time budget of the client.
+            is_counted: its bytes count against `max_receiving_bytes`; those of operators do not, so that clients
+                cannot shut them out.
 
         Raises:
             TooLarge: it is over `max_body_bytes`. BodyTooSlow: it did not come within the budget or `body_timeout_s`.
@@ -87,9 +99,8 @@ class Admission:
         if kind is not None and not request.content.is_eof():
             now_at = time.monotonic()
             if self._controller.would_reject(kind.name, tenant, now_at, granted_s):
-                error = Overloaded(MESSAGES[Refusal.LATE])
-                await self._rejected(request, kind, granted_s, error)
-                raise error
+                await self._rejected(request, kind, granted_s, Refusal.LATE)
+                raise Overloaded(MESSAGES[Refusal.LATE])
         chunks: list[bytes] = []
         num_bytes = 0
         try:
@@ -97,23 +108,25 @@ class Admission:
                 while chunk := await request.content.readany():
                     chunks.append(chunk)
                     num_bytes += len(chunk)
-                    self.receiving_bytes += len(chunk)
+                    self.receiving_bytes += len(chunk) * is_counted
                     if num_bytes > limit:
                         raise TooLarge(f"the body is over server.max_body_bytes: more than {limit} bytes")
-                    if self.receiving_bytes > self._config.max_receiving_bytes:
+                    if is_counted and self.receiving_bytes > self._config.max_receiving_bytes:
                         raise Unavailable("the bodies that arrive now are over server.max_receiving_bytes")
         except BaseException as error:
-            self.receiving_bytes -= num_bytes
+            self.receiving_bytes -= num_bytes * is_counted
             if not isinstance(error, TimeoutError):
                 raise
             raise BodyTooSlow(
                 "the body did not arrive within the request's time budget or server.body_timeout_s"
             ) from None
         request[BODY] = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        request[COUNTED_BYTES] = num_bytes * is_counted
 
     def release(self, request: web.Request) -> None:
         """Give the bytes of a body back; later calls do nothing."""
-        self.receiving_bytes -= len(request.get(BODY, b""))
+        self.receiving_bytes -= request.get(COUNTED_BYTES, 0)
+        request[COUNTED_BYTES] = 0
         request[BODY] = b""
 
     async def enter(
@@ -132,23 +145,22 @@ class Admission:
             Overloaded: it could not be answered in time; the metrics have it.
         """
         try:
-            return await self._controller.enter(
-                kind.name, tenant or named_tenant(request[BODY]), arrived_at, budget_s
-            )
+            return await self._controller.enter(kind.name, tenant or named_tenant(request[BODY]), arrived_at, budget_s)
         except Overloaded as error:
-            await self._rejected(request, kind, budget_s, error)
+            await self._rejected(request, kind, budget_s, error.reason)
             raise
 
-    async def _rejected(self, request: web.Request, kind: Kind[Any, Any], budget_s: float, error: Overloaded) -> None:
+    async def _rejected(self, request: web.Request, kind: Kind[Any, Any], budget_s: float, reason: Refusal) -> None:
         promised = is_promised(budget_s, self._metrics.requests.objectives[kind.name].threshold_s)
-        self._metrics.requests.refused_at_door(kind.name, 1, error.reason, is_promised=promised)
+        self._metrics.requests.refused_at_door(kind.name, 1, reason, is_promised=promised)
         self._counts[kind.plural] += 1
+        request[REJECTED] = True
         await self.pause(request)
 
     async def pause(self, request: web.Request) -> None:
         """Let a rejection wait for its turn, where its client connects directly."""
         self.release(request)
-        if self.paused >= MAX_PAUSED or self._is_proxy(request):
+        if self.paused >= MAX_PAUSED or self.is_proxy(request):
             return
         self.paused += 1
         try:
@@ -157,7 +169,8 @@ class Admission:
         finally:
             self.paused -= 1
 
-    def _is_proxy(self, request: web.Request) -> bool:
+    def is_proxy(self, request: web.Request) -> bool:
+        """Whether a request comes from one of `server.trusted_proxies`, which carry other clients' requests."""
         peer = None if request.transport is None else request.transport.get_extra_info("peername")
         if not self._trusted or not isinstance(peer, tuple):
             return False

@@ -102,3 +102,22 @@ class Address:
     def serves(self, path: str) -> bool:
         """Whether it serves a route: the route's pattern; where none matched, the path of the request."""
         return path not in self._elsewhere
+
+
+# The router's admin address; its public address serves the public routes of the instances. None = no key is needed.
+ROUTER_ADMIN: dict[tuple[str, str], Scope | None] = {
+    ("GET", "/healthz"): None,
+    ("GET", "/"): None,  # a page without data: it asks for them with a key
+    ("GET", "/status"): Scope.OBSERVE,
+    ("GET", "/metrics"): Scope.OBSERVE,
+    ("GET", "/instances"): Scope.OBSERVE,
+    ("GET", "/owner"): Scope.OBSERVE,
+    ("POST", "/instances/{name}/drain"): Scope.ADMIN,
+    ("POST", "/instances/{name}/undrain"): Scope.ADMIN,
+    ("POST", "/user"): Scope.ADMIN,
+    ("GET", "/config"): Scope.ADMIN,
+    ("GET", "/debug/runbooks"): Scope.OBSERVE,
+    ("GET", "/debug/stacks"): Scope.ADMIN,
+    ("GET", "/debug/profile"): Scope.ADMIN,
+    ("GET", "/debug/bundle"): Scope.ADMIN,
+}

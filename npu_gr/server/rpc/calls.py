@@ -167,7 +167,7 @@ class Calls:
             return
         sent = call.metadata.get("authorization")
         try:
-            call.key = self.keys.find(sent and sent.encode(errors="surrogateescape"))
+            call.key = self.keys.find(None if sent is None else sent.encode(errors="surrogateescape"))
         except Unauthorized:
             await asyncio.sleep(self.wrong_keys.hold_s())
             raise

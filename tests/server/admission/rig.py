@@ -1,8 +1,8 @@
-"""An instance behind a door on a virtual clock: an event loop, and a device that serves passes of a few requests.
+"""An instance behind admission on a virtual clock: an event loop, and a device that serves passes of a few requests.
 
-    arrive (parse a little) -> door -> loop work -> device pass, shared -> loop work -> leave
+    arrive (parse a little) -> admission -> loop work -> device pass, shared -> loop work -> leave
 
-Nothing here depends on the machine, so a test can say to the request what the door must do.
+Nothing here depends on the machine, so a test can say to the request what admission must do.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from npu_gr.admission.config import AdmissionConfig
-from npu_gr.admission.door import Door
 from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import RANK
+from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController
 
 OBJECTIVE_S = 0.05
 
@@ -54,7 +53,9 @@ class Instance:
         self.request_s = request_s
         self.refusal_s = refusal_s
         self.batch = batch
-        self.door = Door(AdmissionConfig(**settings), objective_s, batch_requests=batch, clock=self.loop.time)
+        self.admission = AdmissionController(
+            AdmissionConfig(**settings), objective_s, batch_requests=batch, clock=self.loop.time
+        )
         self._host_free_at = 0.0
         self._queue: list[tuple[float, asyncio.Future[None]]] = []
         self._is_busy = False
@@ -99,7 +100,7 @@ class Instance:
         """One request; True = it was answered."""
         due_at = self.loop.time()
         try:
-            slot = await self.door.enter(kind, tenant, due_at, budget_s)
+            slot = await self.admission.enter(kind, tenant, due_at, budget_s)
         except Overloaded:
             await self.on_host(self.refusal_s)
             seen.counts["refused"] += 1

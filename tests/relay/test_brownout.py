@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.admission.brownout import BrownoutConfig, BrownoutControl
 from npu_gr.core.request import Brownout
+from npu_gr.relay.brownout import BrownoutConfig, BrownoutControl
 
 CONFIG = BrownoutConfig(high=1.0, low=0.3, rise_s=0.25, fall_s=2.0)
 
