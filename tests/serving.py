@@ -62,7 +62,7 @@ class InstanceServer(TestServer):
         super().__init__(app, **kwargs)
         self._config = config or ServerConfig()
 
-    async def _make_runner(self, **kwargs: Any) -> BaseRunner[Any]:
+    async def _make_runner(self, **kwargs: Any) -> BaseRunner:
         return make_runner(self.app, self._config)
 
 

@@ -48,39 +48,6 @@ def bench_protocols(as_json: bool, seed: int, config: Path, seconds: float) -> N
     show(lines(ProtocolOptions(config=config, seconds=seconds, seed=seed)), "cpu", seed, as_json)
 
 
-@click.command("front")
-@AS_JSON_LINES
-@SEED
-@SHIPPED_CONFIG
-@DEMO_CHECKPOINT
-@click.option("--workers", default="1,2", show_default=True, help="Numbers of front workers.")
-@click.option("--seconds", default=5.0, show_default=True, help="Of each load.")
-@click.option("--only", "parts", multiple=True, help="Run these parts; repeatable.", metavar="PART")
-def bench_front(
-    as_json: bool,
-    seed: int,
-    config: Path,
-    checkpoint: Path | None,
-    workers: str,
-    seconds: float,
-    parts: tuple[str, ...],
-) -> None:
-    """Measure the CPU of each process a rank, with front workers."""
-    from benchmarks.front import PARTS, FrontOptions, lines
-
-    if checkpoint is None and DEMO.is_dir():
-        checkpoint = DEMO
-    options = FrontOptions(
-        config=config,
-        checkpoint=checkpoint,
-        workers=[int(num) for num in workers.split(",")],
-        seconds=seconds,
-        seed=seed,
-        parts=parts or PARTS,
-    )
-    show(lines(options), "cpu", seed, as_json)
-
-
 @click.command("door")
 @AS_JSON_LINES
 @SEED

@@ -159,9 +159,7 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
 
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(  # for the rest of a body after an answer that closes; else a reset could overtake the answer
-                AGENT_TIMEOUT_S
-            ):
+            async with asyncio.timeout(AGENT_TIMEOUT_S):
                 writer.write(pipeline.agent_line())
                 await writer.drain()
         writer.close()

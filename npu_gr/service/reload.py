@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from npu_gr.catalogue.popular import read_popular
+from npu_gr.catalogue.records import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import difference
@@ -210,7 +210,10 @@ class Reload:
         self._scheduler.weigh(new.admission.tenant_weights)
         self._brownout.reconfigure(new.brownout)
         self._histories.reconfigure(
-            new.service.known_prefix_bytes, new.service.cut_step_tokens, new.admission.tenant_weights
+            new.service.known_prefix_bytes,
+            new.service.cut_step_tokens,
+            new.admission.tenant_weights,
+            new.service.unsorted_history,
         )
         self._settings.config = new
 

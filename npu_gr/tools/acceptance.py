@@ -21,7 +21,6 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.names import BackendName
 from npu_gr.catalogue.build import build_trie
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import Events, HistoryReport
@@ -29,13 +28,14 @@ from npu_gr.engine.attention import PLAIN, Trial, choose_way, possible, told
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
 
 ITEMS = 5000

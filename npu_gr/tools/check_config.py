@@ -19,20 +19,19 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from npu_gr.catalogue.popular import read_popular
-from npu_gr.catalogue.records import read_items
+from npu_gr.catalogue.records import read_items, read_popular
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
-from npu_gr.features.base import HistoryConfig
-from npu_gr.features.source import open_source
+from npu_gr.features.store import HistoryConfig
+from npu_gr.features.user_features import open_source
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors
 from npu_gr.matching.config import MatchConfig
-from npu_gr.relay.calibration import beside
+from npu_gr.relay.config import beside
 from npu_gr.replay.identity import read_key
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.config import load as load_router
@@ -240,7 +239,7 @@ def _history(section: HistoryConfig) -> Iterator[Opened]:
         yield _tried("features.path", lambda: _store(Path(section.path)))
     elif section.kind == "redis":
         yield from _extra("features.kind", "redis", "redis")
-        yield Opened("features.url", OpenedState.NOTE, f"{section.url} was not called")
+        yield Opened("features.url", OpenedState.NOTE, f"{section.redis_url} was not called")
         if section.tls is not None:
             named = {key: getattr(section.tls, key) for key in ("ca", "certificate", "key")}
             yield _client_tls("features.tls", ClientTlsConfig(**named))

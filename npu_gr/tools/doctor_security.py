@@ -201,7 +201,7 @@ def _key(entry: KeyEntry) -> WayIn:
 def _store(config: Config) -> Iterator[WayIn]:
     features = config.features
     if features.kind == "redis":
-        yield from _redis(features.url)
+        yield from _redis(features.redis_url)
     elif features.kind == "embedded":
         for path in (Path(features.path + ending) for ending in ("", "-wal", "-shm")):
             yield from _private("features.path", path)

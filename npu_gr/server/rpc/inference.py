@@ -32,7 +32,9 @@ from npu_gr.server.rpc.calls import UNEXPECTED, Calls, RpcCall, Work
 INFERENCE = "inference.GRPCInferenceService"
 HEALTH = "grpc.health.v1.Health"
 LOOK_S = 0.25  # between two looks whether health has changed
-SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
+SERVING = 1
+NOT_SERVING = 2
+SERVICE_UNKNOWN = 3
 _CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it
     "BOOL": "bool_contents",
     "INT16": "int_contents",
@@ -142,7 +144,8 @@ class InferenceService:
         asked = _read("inference.ModelInferRequest", body)
         version = asked.model_version or None
         model, _ = self._models.find(asked.model_name, version)
-        call.kind = kind = model.kind
+        kind = model.kind
+        call.kind = kind
         config = self._calls.config
         outputs = _outputs(asked)
         infer = InferRequest(asked.id, inputs_of(asked), _parameters(asked), outputs)

@@ -22,7 +22,7 @@ class Asked:
     is_gone: bool = False
 
 
-def served(turns: FairQueue, count: int) -> list[Asked]:
+def served(turns: FairQueue[Asked], count: int) -> list[Asked]:
     taken = []
     for _ in range(count):
         head = turns.head()
@@ -33,7 +33,7 @@ def served(turns: FairQueue, count: int) -> list[Asked]:
 
 
 def test_within_a_tenant_the_first_due_goes_first_and_equals_in_their_order() -> None:
-    turns = FairQueue({})
+    turns = FairQueue[Asked]({})
     asked = [Asked("a", at) for at in (3.0, 1.0, 2.0, 1.0)]
     for one in asked:
         turns.push(one)
@@ -41,7 +41,7 @@ def test_within_a_tenant_the_first_due_goes_first_and_equals_in_their_order() ->
 
 
 def test_a_small_tenant_does_not_wait_for_a_large_ones_queue() -> None:
-    turns = FairQueue({})
+    turns = FairQueue[Asked]({})
     for n in range(100):
         turns.push(Asked("hot", n))
     served(turns, 10)
@@ -53,7 +53,7 @@ def test_a_small_tenant_does_not_wait_for_a_large_ones_queue() -> None:
 
 @pytest.mark.parametrize("weight", [1.0, 2.0, 5.0])
 def test_time_is_shared_by_weight(weight: float) -> None:
-    turns = FairQueue({"heavy": weight})
+    turns = FairQueue[Asked]({"heavy": weight})
     for n in range(600):
         turns.push(Asked("heavy", n))
         turns.push(Asked("light", n))
@@ -62,7 +62,7 @@ def test_time_is_shared_by_weight(weight: float) -> None:
 
 
 def test_time_counts_not_requests() -> None:
-    turns = FairQueue({})
+    turns = FairQueue[Asked]({})
     for n in range(300):
         turns.push(Asked("dear", n, cost_s=4.0))
         turns.push(Asked("cheap", n, cost_s=1.0))
@@ -74,7 +74,7 @@ def test_time_counts_not_requests() -> None:
 
 
 def test_what_is_ahead_is_what_goes_before() -> None:
-    turns = FairQueue({"b": 2.0})
+    turns = FairQueue[Asked]({"b": 2.0})
     for n in range(20):
         turns.push(Asked("a", n))
         turns.push(Asked("b", n))
@@ -99,7 +99,7 @@ def test_what_is_ahead_is_what_goes_before() -> None:
 
 
 def test_a_flood_of_names_shares_one_queue() -> None:
-    turns = FairQueue({})
+    turns = FairQueue[Asked]({})
     for n in range(MAX_TENANTS - 1):
         turns.push(Asked(f"t{n}"))
     flood = [Asked(f"made up {n}") for n in range(500)]
@@ -120,7 +120,7 @@ def test_a_flood_of_names_shares_one_queue() -> None:
     )
 )
 def test_every_request_leaves_once_and_the_cost_is_the_sum(steps: list[tuple[str, float, float, str]]) -> None:
-    turns = FairQueue({"a": 3.0})
+    turns = FairQueue[Asked]({"a": 3.0})
     waiting: list[Asked] = []
     for tenant, due_at, cost_s, step in steps:
         if step == "push" or not waiting:

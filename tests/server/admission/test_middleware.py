@@ -222,7 +222,7 @@ async def test_the_agent_tells_the_limit_and_that_the_instance_drains() -> None:
     encode=st.sampled_from([lambda body: json.dumps(body).encode(), msgspec.msgpack.encode]),
 )
 def test_a_body_names_its_tenant_at_either_end(tenant: str, encode: Callable[[Any], bytes]) -> None:
-    rank = {name: value for name, value in EXAMPLES["rank"].body.items() if name != "tenant"}
+    rank = {name: value for name, value in (EXAMPLES["rank"].body or {}).items() if name != "tenant"}
     filler = {"candidates": list(range(2000))}
     assert named_tenant(encode({"tenant": tenant, **rank})) == tenant
     assert named_tenant(encode({"tenant": tenant, **filler})) == tenant

@@ -81,7 +81,9 @@ async def test_every_model_is_asked_as_over_http(model: str, rig: Rig) -> None:
     (_, ours, _), (_, theirs, _) = rig.service.served
     assert ours.user == theirs.user == example.user
     for name in ("candidates", "num_items"):
-        assert np.array_equal(getattr(ours, name, None), getattr(theirs, name, None))
+        one: Any = getattr(ours, name, None)
+        other: Any = getattr(theirs, name, None)
+        assert np.array_equal(one, other)
     assert rig.count("requests_total", route=INFER, code="200") == 1
     assert rig.count("admissions_total", kind=model, verdict="admitted") == 2
 
