@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.line import Line
+from benchmarks.frame import Line
 from npu_gr.core.arrays import I64
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.hstu import HSTU

@@ -50,12 +50,22 @@ from npu_gr.core.request import (
 from npu_gr.core.tasks import deadline
 from npu_gr.core.words import quoted
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import TRUNK, Denied, RecommendConfig, among, best_first, by_both, in_turns, split
+from npu_gr.jobs.cascade_plan import (
+    TRUNK,
+    Denied,
+    Hook,
+    HookContext,
+    RecommendConfig,
+    among,
+    as_items,
+    best_first,
+    by_both,
+    in_turns,
+    split,
+)
 from npu_gr.jobs.histories import UserHistory
-from npu_gr.jobs.hook import Hook, HookContext, as_items
 from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, from_trunk
-from npu_gr.jobs.trunk import TrunkUse
+from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, TrunkUse, from_trunk
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.history_tokens import UNKNOWN, Tokens
 

@@ -26,9 +26,8 @@ from npu_gr.features.bulkhead import GuardedStore
 from npu_gr.features.open import open_store
 from npu_gr.features.store import HistoryStore
 from npu_gr.features.user_features import UserFeatures, open_source
-from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.histories import Histories, PrefixHistoryCache
 from npu_gr.jobs.match import ServedVectors
-from npu_gr.jobs.prefix_history_cache import PrefixHistoryCache
 from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.reloads import Reloaded

@@ -24,12 +24,11 @@ from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import difference
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
-from npu_gr.jobs.scored_items import Commit, ScoredItems
+from npu_gr.jobs.scored_items import Commit, CoverageRule, Items, ScoredItems
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.sources import POPULAR
 from npu_gr.jobs.versions import ModelVersions, V, Versions

@@ -2,14 +2,14 @@
 
     serve      admission -> deadline -> the kind's job -> metrics
 
-    signal     history -> decide -> reserve pages -> start the prefill -> answer at once     jobs/signal.py
-    rank       history -> lease of the prefix KV -> one pass over the candidates             jobs/rank.py
-    generate   history -> lease of the prompt KV -> beam search                              jobs/generate.py
+    signal     history -> decide -> reserve pages -> start the prefill -> answer at once     jobs/model_jobs.py
+    rank       history -> lease of the prefix KV -> one pass over the candidates             jobs/model_jobs.py
+    generate   history -> lease of the prompt KV -> beam search                              jobs/model_jobs.py
     match      history -> the user's vector -> one pass over the items for many requests     jobs/match.py
     recommend  history -> signal -> sources -> hook -> rank                                  jobs/recommend.py
-    events     append to the history store                                                   jobs/events.py
-    ingest     write the events of many users, each of whom fails alone                      jobs/ingest.py
-    erase      history store, known prefixes, every memory tier                              jobs/erase.py
+    events     append to the history store                                                   jobs/writes.py
+    ingest     write the events of many users, each of whom fails alone                      jobs/writes.py
+    erase      history store, known prefixes, every memory tier                              jobs/writes.py
 
 `core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. Permit, deadline and
 lease are released by indentation, however a request ends.

@@ -239,13 +239,13 @@ async def test_the_selfcheck_finds_no_drift_and_would_find_one(tmp_path: Path) -
         history = columns(events(80))
         await rank(client, history=history)
         await rank(client, history=history)
-        await asyncio.gather(*service.versions.ranker()._background)
+        await asyncio.gather(*service.versions.ranker()._selfcheck._background)
         text = await (await client.get("/metrics")).text()
         assert "npu_gr_drift_ratio_count 1.0" in text
         assert "npu_gr_selfcheck_failures_total 0.0" in text
         service.versions.ranker().engine.arena._keys[0].mul_(1.5)
         await rank(client, history=history)
-        await asyncio.gather(*service.versions.ranker()._background)
+        await asyncio.gather(*service.versions.ranker()._selfcheck._background)
         assert "npu_gr_selfcheck_failures_total 1.0" in await (await client.get("/metrics")).text()
 
 

@@ -164,7 +164,7 @@ async def left_nothing(service: Service, tasks_before: int) -> None:
             await asyncio.sleep(0.05)
         for job in service.versions.current():
             await job.relay.settled()
-        await asyncio.gather(*service.versions.ranker()._background)
+        await asyncio.gather(*service.versions.ranker()._selfcheck._background)
     for job in service.versions.current():
         relay = job.relay
         assert not relay.is_busy
