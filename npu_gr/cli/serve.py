@@ -18,12 +18,6 @@ from npu_gr.cli.options import CONFIG, SET, load_config, run_async
 @SET
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     """Start one instance. SIGTERM drains and stops it, SIGHUP reads the configuration again, SIGUSR1 logs stacks."""
-    from npu_gr.front.plan import read_server
-
-    if read_server(config_path, overrides).workers:
-        from npu_gr.cli.front import supervise
-
-        sys.exit(supervise(config_path, overrides))
     from npu_gr.server.access_log import lines_to_stdout
     from npu_gr.service.app import run
 

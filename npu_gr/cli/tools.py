@@ -131,13 +131,11 @@ def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
 @click.option("--out", type=FILE, help="Folder of the library; by default where the backend looks for it.")
 def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:
     """Build the kernels from the sources that ship with this installation. --cpu or --ascend says for what."""
-    from npu_gr.tools.build_ops import build_ascend, build_cpu, build_door
+    from npu_gr.tools.build_ops import build_ascend, build_cpu
 
     if device is None:
         raise click.UsageError("say --cpu or --ascend")
     click.echo(build_cpu(out) if device == "cpu" else build_ascend(out, soc))
-    if device == "cpu" and sys.platform == "linux":
-        click.echo(build_door(out))
 
 
 @click.command(short_help="Evaluate a running service on users' last events.")

@@ -27,8 +27,8 @@ from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
 from npu_gr.features.store import HistoryConfig
 from npu_gr.features.user_features import open_source
+from npu_gr.jobs.cascade_plan import load_hook
 from npu_gr.jobs.config import GenerateConfig
-from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors
 from npu_gr.matching.config import MatchConfig
 from npu_gr.relay.config import beside
