@@ -23,8 +23,8 @@ from npu_gr.backend.npu.check import disagreements
 from npu_gr.backend.op_parity import OPS, compare
 from npu_gr.tools import acceptance, doctor
 from npu_gr.tools.acceptance import accept
+from npu_gr.tools.check_config import table
 from npu_gr.tools.doctor import examine, is_well
-from npu_gr.tools.findings import table
 from tests.backend.npu.fake_device import FakeRuntime
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
-from npu_gr.tools.evaluate_service import EvaluationClient, ServiceEvaluation, evaluate
+from npu_gr.tools.judge import EvaluationClient, ServiceEvaluation, evaluate
 from npu_gr.train.next_event import hides_seen, next_events, repeat_ratio
 from tests.keys import secret, write_keys
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
@@ -113,7 +113,7 @@ async def test_a_request_that_is_refused_for_load_is_sent_again(monkeypatch: pyt
         assert body == {"detail": "busy"}
         assert took_s > 0
         assert statuses == [429]
-        monkeypatch.setattr("npu_gr.tools.evaluate_service.PATIENCE_S", 0.0)
+        monkeypatch.setattr("npu_gr.tools.judge.PATIENCE_S", 0.0)
         with pytest.raises(Unavailable, match="/v1/rank: 429: busy"):
             await client.post("/v1/rank", {})
 
