@@ -161,11 +161,6 @@ class Rolling:
             slot.took[self._power(took_s)] += num
         self._total[place] += num
 
-    def took(self, now_at: float, took_s: float) -> None:
-        """Let the time of an answer that is counted apart be part of its slot's P99."""
-        self.add(now_at, Result.GOOD, 0)
-        self._slots[-1].took[self._power(took_s)] += 1
-
     def over(self, now_at: float, window_s: float) -> Counts:
         """Sum the slots that began within the last `window_s` seconds, `LONGEST_S` at most."""
         oldest = int((now_at - window_s) // SLOT_S)

@@ -2,10 +2,8 @@
 
     requests    what every kind of `KINDS` has: admissions, latencies, stages, objectives; ranks; passes of the device
     jobs        what signals, generates, matches and recommends count beyond that; prefixes and memory tiers
-    door        who waits, who is inside, connections
     store       the history store, what stands in for it, bytes of erased users that are left
-    process     event loop, limits, version, recorder, reloads, API keys
-    front       processes that stand in front of the engine
+    process     admission, event loop, limits, version, recorder, reloads, API keys
 
 Labels are bounded enums, never a user or an item. What changes by itself is read when it is scraped (`observe_*`), so
 no gauge can say what was true before a reload.
@@ -18,10 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 
-from npu_gr.metrics.registry.deltas import Delta, add
-from npu_gr.metrics.registry.door import DoorMetrics
 from npu_gr.metrics.registry.families import Families
-from npu_gr.metrics.registry.front import FrontMetrics
 from npu_gr.metrics.registry.jobs import (
     GenerateMetrics,
     MatchMetrics,
@@ -29,10 +24,10 @@ from npu_gr.metrics.registry.jobs import (
     RelayMetrics,
     SignalMetrics,
 )
-from npu_gr.metrics.registry.process import KeyMetrics, ProcessMetrics, ReloadMetrics
-from npu_gr.metrics.registry.requests import JUDGED, EngineMetrics, RankMetrics, RequestMetrics
+from npu_gr.metrics.registry.process import DoorMetrics, KeyMetrics, ProcessMetrics, ReloadMetrics
+from npu_gr.metrics.registry.requests import EngineMetrics, RankMetrics, RequestMetrics
 from npu_gr.metrics.registry.store import ErasureMetrics, SourceMetrics, StoreMetrics
-from npu_gr.metrics.slo import Objective, Result
+from npu_gr.metrics.slo import Objective
 
 
 class Metrics:
@@ -50,7 +45,6 @@ class Metrics:
         """
         make = Families(registry)
         self.registry = registry
-        self.counted = make.counted  # counters and histograms by name
         self.requests = RequestMetrics(make, objectives, clock)
         self.rank = RankMetrics(make)
         self.signal = SignalMetrics(make)
@@ -66,7 +60,6 @@ class Metrics:
         self.source = SourceMetrics(make)
         self.process = ProcessMetrics(make)
         self.reloads = ReloadMetrics(make)
-        self.front = FrontMetrics(make)
 
     def waiting(self) -> Mapping[str, float]:
         """Count the jobs that wait and the prefixes that are on their way, for the status page."""
@@ -74,15 +67,6 @@ class Metrics:
             name: read() for name, read in self.relay.in_flight.items()
         }
 
-    def counted_elsewhere(self, deltas: Iterable[Delta]) -> None:
-        """Add what another process of the instance counted. Raises ValueError where it is of another build."""
-        add(self.counted, deltas, self._judged_elsewhere)
-
-    def _judged_elsewhere(self, family: str, labels: tuple[str, ...], num: float) -> None:
-        if family == JUDGED:
-            self.requests.judged_elsewhere(labels[0], Result(labels[1]), int(num))
-
     def refresh(self) -> None:
         """Set what has to be set anew before a scrape."""
-        self.door.before_scrape()
         self.generate.refresh()

@@ -238,14 +238,6 @@ class RequestMetrics:
             leased = cast("LeasedAnswer", answer)
             self._outcomes[kind.name](leased.label_value, leased.reason).inc()
 
-    def judged_elsewhere(self, kind: str, result: Result, num: int) -> None:
-        """Let results that another process counted be part of the last windows."""
-        self.rolling[kind].add(self._clock(), result, num)
-
-    def took_elsewhere(self, kind: str, took_s: float) -> None:
-        """Let the time of an answer that another process counted be part of the last P99s."""
-        self.rolling[kind].took(self._clock(), took_s)
-
     def over(self, kind: str, window_s: float) -> Counts:
         """Results of the last `window_s` seconds."""
         return self.rolling[kind].over(self._clock(), window_s)
