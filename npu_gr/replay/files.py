@@ -1,4 +1,4 @@
-"""Files of query logs: JSONL (plain, gzip or zstd, by suffix) and Parquet.
+"""Files of query logs: JSONL, plain, gzip or zstd, by suffix.
 
 Records are read in time order without holding the file. A recorder writes a request when it is answered, not when it
 came; so in a file a record may stand up to `REORDER` places after its time, and reading restores the order. A file
@@ -22,7 +22,6 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.private import make_private
 from npu_gr.replay import erased
 from npu_gr.replay.log import QueryRecord
-from npu_gr.replay.parquet import read_rows, write_rows
 
 REORDER = 4096  # records
 MAX_NAMED = 10  # bad lines whose reasons are kept
@@ -37,7 +36,7 @@ class QueryLog:
     """The records of a file in time order (of equal times: file order). Every `iter` reads the file anew.
 
     Args:
-        path: .jsonl, .jsonl.gz, .jsonl.zst or .parquet.
+        path: .jsonl, .jsonl.gz or .jsonl.zst.
         bad_lines: what to do at a line that is no record, or at an end that is missing. "fail" stops the reading with
             a DataError; "skip" counts it in `num_bad` and keeps the first `MAX_NAMED` reasons in `bad`.
 
@@ -47,8 +46,8 @@ class QueryLog:
     """
 
     def __init__(self, path: Path, bad_lines: BadLines = "fail") -> None:
-        if path.suffix != ".parquet" and not path.name.endswith(_JSONL):
-            raise DataError(f"{path}: expected a name in .jsonl, .jsonl.gz, .jsonl.zst or .parquet")
+        if not path.name.endswith(_JSONL):
+            raise DataError(f"{path}: expected a name in {', '.join(_JSONL)}; convert sql makes logs of other files")
         self.path = path
         self._bad_lines = bad_lines
         self.num_bad = 0
@@ -61,11 +60,7 @@ class QueryLog:
         self.num_erased = 0
         self.bad = []
         self.read_ratio = 0.0
-        if self.path.suffix == ".parquet":
-            numbered = read_rows(self.path, self._reject, self._set_read_ratio)
-        else:
-            numbered = self._parsed()
-        return in_time_order(f"{self.path}, line", self._not_erased(numbered))
+        return in_time_order(f"{self.path}, line", self._not_erased(self._parsed()))
 
     def _not_erased(self, numbered: Iterator[tuple[int, QueryRecord]]) -> Iterator[tuple[int, QueryRecord]]:
         """Leave out the users who were erased since: the list beside the file says who."""
@@ -168,15 +163,11 @@ def write(path: Path, records: Iterable[QueryRecord]) -> int:
     beside = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".parquet":
-            make_private(beside)
-            num_records = write_rows(beside, records)
-        else:
-            num_records = 0
-            encode = msgspec.json.Encoder().encode
-            with create(beside, path.suffix) as file:
-                for num_records, record in enumerate(records, 1):  # noqa: B007  (it is what is returned)
-                    file.write(encode(record) + b"\n")
+        num_records = 0
+        encode = msgspec.json.Encoder().encode
+        with create(beside, path.suffix) as file:
+            for num_records, record in enumerate(records, 1):  # noqa: B007  (it is what is returned)
+                file.write(encode(record) + b"\n")
         beside.replace(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error

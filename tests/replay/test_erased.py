@@ -190,7 +190,7 @@ def test_a_conversion_leaves_erased_users_out(tmp_path: Path) -> None:
     erase(tmp_path, "anna")
     before = os.umask(0)
     try:
-        for name in ("log.jsonl.zst", "log.parquet"):
+        for name in ("log.jsonl.zst", "log.jsonl.gz"):
             assert write(tmp_path / "out" / name, QueryLog(path)) == 6
             assert (tmp_path / "out" / name).stat().st_mode & 0o777 == 0o600
     finally:

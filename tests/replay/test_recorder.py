@@ -97,8 +97,7 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
     assert (drift.num_with_values, drift.max_drift < 1e-5) == (2, True)  # bits may differ: one path was a hit
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path, suffix: str) -> None:
+async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path) -> None:
     save(make_vectors(folding=make_folding()), tmp_path / "vectors")
     sections: dict[str, Any] = {
         "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
@@ -124,7 +123,7 @@ async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: 
         if status == 200:
             told = answer["basis"], answer["vectors_version"], digest({"": answer["scores"]}, answer["items"])
             assert (record.answer.outcome, record.answer.model_version, record.answer.digest) == told
-    log = tmp_path / f"log{suffix}"
+    log = tmp_path / "log.jsonl.zst"
     write(log, records)
     for mode in ("logged", "delta"):
         async with serving(tmp_path, watched=False, match=match) as (client, _):
