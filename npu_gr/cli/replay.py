@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from npu_gr.core.names import ActionNames
     from npu_gr.features.interactions import Interactions
     from npu_gr.replay.convert import ModelVocabulary
-    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.replay.plan import ReplayOptions
     from npu_gr.replay.run import Progress
     from npu_gr.train.data import Split
 
@@ -82,7 +82,7 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
     """Replay a query LOG open loop; latency counts from the time each request was due. Ctrl-C reports what there is."""
     from rich.console import Console
 
-    from npu_gr.replay.html import page
+    from npu_gr.replay.page import page
     from npu_gr.replay.run import replay_from, stop_on_interrupt
     from npu_gr.replay.study import RateSearchOptions, Study, search, sweep
 
@@ -131,7 +131,7 @@ def _cores() -> int:
 
 def _options(given: dict[str, Any]) -> list[ReplayOptions]:
     """The options of each run, from those of the command line."""
-    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.replay.plan import ReplayOptions
 
     speeds = given.pop("speeds")
     rates = given.pop("rates")
@@ -337,8 +337,8 @@ def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
     It reads access logs, JSON lines, CSV, Parquet and databases; a row is a request, its columns the fields of a
     record. docs/own-data.md has queries for nginx and Envoy.
     """
+    from npu_gr.replay.convert import SqlSource
     from npu_gr.replay.files import in_time_order, write
-    from npu_gr.replay.sql import SqlSource
 
     try:
         text = query.read_text()

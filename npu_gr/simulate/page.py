@@ -12,8 +12,7 @@ from rich.console import Group
 from rich.table import Table
 
 from npu_gr.core.request import Outcome
-from npu_gr.replay.html import STYLE, figure, table
-from npu_gr.replay.svg import areas, axis, lines
+from npu_gr.replay.page import STYLE, Axis, areas, figure, lines, table
 from npu_gr.simulate.capacity import Capacity
 from npu_gr.simulate.fleet import FleetResult
 
@@ -125,9 +124,7 @@ def _cdf(found: Sequence[FleetResult]) -> str:
         if one.latencies_s:
             values = np.quantile(np.frombuffer(one.latencies_s), share) * 1e3
             series[f"{one.instances} instances"] = list(zip(values.tolist(), share.tolist(), strict=True))
-    slo_ms = found[-1].slo_s * 1e3
-    x = axis("ms in the service", [*(ms for points in series.values() for ms, _ in points), slo_ms], is_log=True)
-    return lines(series, x, axis("share answered", [1.0]))
+    return lines(series, Axis("ms in the service", is_log=True), Axis("share answered", high=1.02))
 
 
 def _times(found: FleetResult) -> list[float]:
@@ -138,7 +135,7 @@ def _outcomes(found: FleetResult) -> str:
     names = [name for name in found.outcomes if any(part[name] for part in found.slices)]
     times = _times(found)
     series = {name: [(t, float(part[name])) for t, part in zip(times, found.slices, strict=True)] for name in names}
-    return areas(series, axis("s after the warm-up", times), f"ranks in {found.slice_s:.3g} s")
+    return areas(series, Axis("s after the warm-up"), Axis(f"ranks in {found.slice_s:.3g} s"))
 
 
 def _ratios(found: FleetResult) -> str:
@@ -149,11 +146,11 @@ def _ratios(found: FleetResult) -> str:
         series[label] = [
             (t, part[name] / max(part.total() - part["good"], 1)) for t, part in zip(times, found.slices, strict=True)
         ]
-    return lines(series, axis("s after the warm-up", times), axis("share of the ranks", [1.0]))
+    return lines(series, Axis("s after the warm-up"), Axis("share of the ranks", high=1.02))
 
 
 def _attainment(found: Sequence[FleetResult], capacity: Capacity | None) -> str:
     points = sorted((float(one.instances), one.attainment_ratio) for one in found)
     level = None if capacity is None else (f"target {capacity.target_ratio:.1%}", capacity.target_ratio)
-    x = axis("instances", [a for a, _ in points], is_log=True)
-    return lines({"within the SLO": points}, x, axis("share of the ranks", [1.0]), level=level, dots=True)
+    x = Axis("instances", is_log=True)
+    return lines({"within the SLO": points}, x, Axis("share of the ranks", high=1.02), level=level, dots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.replay.files import read
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.run import replay
 from tests.features_of import every_feature
 from tests.models import events

@@ -15,8 +15,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.replay import files
 from npu_gr.replay.files import QueryLog, read, write
 from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, QueryRecord
-from npu_gr.replay.options import ReplayOptions
-from npu_gr.replay.plan import plan
+from npu_gr.replay.plan import ReplayOptions, plan
 
 HISTORY = LoggedHistory(items=[1, 2], actions=[0, 1], timestamps=[10, 11])
 RECORDS = [

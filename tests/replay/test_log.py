@@ -21,12 +21,10 @@ from npu_gr.core.request import (
     SignalRequest,
 )
 from npu_gr.matching.vectors import save
-from npu_gr.replay.body import encode
-from npu_gr.replay.fields import REQUEST_FIELDS
 from npu_gr.replay.files import read, write
-from npu_gr.replay.log import NOT_LOGGED, OPTIONS, RECORDED, SCORED, LoggedHistory, QueryRecord
+from npu_gr.replay.log import NOT_LOGGED, OPTIONS, RECORDED, REQUEST_FIELDS, SCORED, LoggedHistory, QueryRecord
 from npu_gr.replay.recorder import RecordedRequest, record_of
-from npu_gr.replay.sample import read_answer
+from npu_gr.replay.requests import encode, read_answer
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events
 from tests.server.test_recommend_over_http import section

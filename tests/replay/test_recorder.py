@@ -20,10 +20,9 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.request import SignalRequest
 from npu_gr.matching.vectors import save
 from npu_gr.replay.compare import compare
-from npu_gr.replay.digests import digest
 from npu_gr.replay.files import QueryLog, read, write
-from npu_gr.replay.log import QueryRecord
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.log import QueryRecord, digest
+from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.recorder import RecordConfig, RecordedRequest, Recorder
 from npu_gr.replay.run import replay
 from tests.matching.test_fold import make_folding

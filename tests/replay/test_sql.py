@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import ActionNames, item_ids
+from npu_gr.replay.convert import SqlSource
 from npu_gr.replay.files import read
 from npu_gr.replay.log import QueryRecord
-from npu_gr.replay.sql import SqlSource
 from tests.sources import ROOT
 
 PAGE = (ROOT / "docs" / "own-data.md").read_text()

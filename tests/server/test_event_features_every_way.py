@@ -19,8 +19,8 @@ from npu_gr.core.history import Events, UserKey
 from npu_gr.core.request import EventsRequest
 from npu_gr.front import frames
 from npu_gr.front.wire import decoder, encoder, wire_of
-from npu_gr.replay.body import encode
 from npu_gr.replay.files import read
+from npu_gr.replay.requests import encode
 from npu_gr.server.codec.media import MSGPACK
 from tests.features_of import random_features, values
 from tests.models import events
