@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from npu_gr.backend.checks import Finding, FindingState, device_findings, usable_backends
+from npu_gr.backend.checks import Finding, FindingState, compare, device_findings, usable_backends
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
-from npu_gr.backend.op_parity import compare
 from npu_gr.core.errors import ConfigError
 
 MACHINE = "machine"
