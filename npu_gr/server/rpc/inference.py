@@ -20,7 +20,6 @@ from npu_gr.core.errors import BadRequest, NotFound, NpuGrError, TooLarge, Unpro
 from npu_gr.core.kinds import Scope
 from npu_gr.core.words import cut, quoted
 from npu_gr.server.codec.fields import MOST_NAMES
-from npu_gr.server.insight import Insight
 from npu_gr.server.kind_routes import parse_body
 from npu_gr.server.oip.models import (
     BYTES,
@@ -33,6 +32,7 @@ from npu_gr.server.oip.models import (
 )
 from npu_gr.server.oip.routes import EXTENSIONS, NAME, ServedModels, statistics
 from npu_gr.server.rpc.calls import UNEXPECTED, Calls, RpcCall, Work
+from npu_gr.server.status import Insight
 
 INFERENCE = "inference.GRPCInferenceService"
 HEALTH = "grpc.health.v1.Health"
