@@ -44,10 +44,9 @@ from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory
 from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.metrics.registry import Metrics
-from npu_gr.model.computed_features import cross_features
 from npu_gr.model.history_tokens import UNKNOWN, ItemVocabulary, Tokens, tokenize
-from npu_gr.model.order import Order
-from npu_gr.model.order_sum import OrderSum
+from npu_gr.model.hstu_input import cross_features
+from npu_gr.model.order import Order, OrderSum
 from npu_gr.relay.relay import Lease, Relay
 
 

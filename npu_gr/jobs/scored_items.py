@@ -38,8 +38,8 @@ from npu_gr.core.feature_schema.encode import Encoded, FeatureEncoder
 from npu_gr.core.words import quoted
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.history_tokens import UNKNOWN, ItemVocabulary
-from npu_gr.model.item_rows import NewItems
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class ScoredItems:
     @property
     def num_spare(self) -> int:
         """Rows that are left."""
-        return self._engine.model.num_rows - len(self.vocabulary)
+        return self._engine.model.items.num_rows - len(self.vocabulary)
 
     async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
         """Write rows for what is new in a version of the catalogue.

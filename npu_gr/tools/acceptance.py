@@ -174,7 +174,7 @@ class AcceptanceRig:
         if sizes.dtype != torch.float32:
             self.ranker.cast(sizes.dtype)
             decoder.to(sizes.dtype)
-        self.ranker.to(device).eval().freeze_items()
+        self.ranker.to(device).eval().items.freeze()
         shape = sizes.ranker
         layout = KVLayout(
             num_layers=shape.num_layers,

@@ -23,7 +23,7 @@ from npu_gr.jobs.service import Service
 from npu_gr.jobs.sources import TrunkUse
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import load
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import CPU, events, tiny_order
@@ -67,7 +67,7 @@ class ByHand:
 
     def __init__(self, folder: Path, *, without_retrieval: bool = False, checkpoint: str = "checkpoint") -> None:
         loaded = load(folder / checkpoint)
-        loaded.model.freeze_items()
+        loaded.model.items.freeze()
         self.model: HSTU = loaded.model
         assert loaded.order is not None
         weights = dict(loaded.order.weights) | ({"retrieval": 0.0} if without_retrieval else {})
@@ -88,7 +88,7 @@ class ByHand:
 
     def retrieval(self, own: dict[str, list[int]]) -> F32:
         vector = self.run(np.array([300]), own, is_next=True)[0]
-        found: F32 = (self.model.item_vectors() @ vector).numpy()
+        found: F32 = (self.model.items.vectors() @ vector).numpy()
         return found
 
     def found(self, own: dict[str, list[int]], denied: set[int], num: int = NUM) -> list[int]:
