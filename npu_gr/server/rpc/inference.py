@@ -54,16 +54,18 @@ _CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it
 @cache
 def message(name: str) -> Any:
     """Return the class of a message by its full name. Raises KeyError where there is none."""
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(name))
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))
 
 
-@cache
 def _pool() -> Any:
     compiled = resources.files("npu_gr.server.rpc").joinpath("protos", "compiled.binpb").read_bytes()
     pool = descriptor_pool.DescriptorPool()
     for file in descriptor_pb2.FileDescriptorSet.FromString(compiled).file:
         pool.Add(file)
     return pool
+
+
+_POOL = _pool()  # at import: reading the file would block the event loop
 
 
 def _read(name: str, body: bytes) -> Any:
