@@ -23,8 +23,7 @@ from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.tiers import open_tiers
 from npu_gr.relay.relay import Relay
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-from npu_gr.simulate.engine import SimulatedEngine, SimulatedPrefix
-from npu_gr.simulate.scheduler import PassTimes, RankWork, VirtualScheduler
+from npu_gr.simulate.device import PassTimes, RankWork, SimulatedEngine, SimulatedPrefix, VirtualScheduler
 from npu_gr.simulate.users import TrafficRequest
 
 _PRODUCING = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD)

@@ -17,7 +17,7 @@ from npu_gr.engine.kv.config import KVConfig
 from npu_gr.relay.config import TriggerConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-from npu_gr.simulate.engine import SimulatedPrefix
+from npu_gr.simulate.device import SimulatedPrefix
 from npu_gr.simulate.instance import SimulatedInstance
 from tests.engine.kv.invariants import check_pool
 

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 from npu_gr.core.names import item_id
-from npu_gr.tools.consume.message import Event, Fields, Poison, read_event, seconds
+from npu_gr.tools.consume_message import Fields, Poison, read_event, seconds
+from npu_gr.tools.ingest import EventModel
+from tests.tools.test_consumer import Message
 
-ACTIONS = {"view": 0, "purchase": 1, "4.5": 2}
-
-
-def action_of(name: str | None) -> int:
-    if name not in ACTIONS:
-        raise Poison(f"event: {name}")
-    return ACTIONS[name]
+ACTIONS = ("view", "purchase", "4.5")
 
 
-def read(table: Any, fields: Fields | None = None) -> Event:
+class Event(NamedTuple):
+    """What a message says."""
+
+    user: str
+    item: int
+    action: int
+    timestamp: int
+
+
+def read(table: Any, fields: Fields | None = None, came_ms: int | None = 1_600_000_123_456) -> Event:
     value = table if isinstance(table, bytes | None) else json.dumps(table).encode()
-    return read_event(value, 1_600_000_123_456, fields or Fields(), action_of)
+    message = Message("t", 0, 1, cast(int, came_ms), None, value)
+    found = read_event(message, fields or Fields(), EventModel(ACTIONS))
+    events = found.events
+    return Event(found.user.user, int(events.items[0]), int(events.actions[0]), int(events.timestamps[0]))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +61,7 @@ def test_numbers_are_events_and_the_broker_knows_the_time() -> None:
         *("2020-09-13T12:26:40", "2020-09-13T12:26:40.5+00:00", " 2020-09-13 12:26:40Z "),
     ],
 )
-def test_times(time: object) -> None:
+def test_times(time: str | float) -> None:
     assert seconds(time) == 1_600_000_000
 
 
@@ -72,7 +80,7 @@ def test_times(time: object) -> None:
         ({"user": "u", "item": 1.5, "event": "view"}, "is no item"),
         ({"user": "u", "item": -1, "event": "view"}, "item: "),
         ({"user": "u", "item": "x" * 600, "event": "view"}, "item: "),
-        ({"user": "u", "item": "a", "event": "nap"}, "event: nap"),
+        ({"user": "u", "item": "a", "event": "nap"}, "event: 'nap' is none of the model's: view, purchase, 4.5"),
         ({"user": "u", "item": "a", "event": {}}, "is no event"),
         ({"user": "u", "item": "a", "event": "view", "time": "noon"}, "neither a number nor ISO"),
         ({"user": "u", "item": "a", "event": "view", "time": True}, "is no time"),
@@ -87,23 +95,18 @@ def test_what_is_no_event_says_why(table: Any, reason: str) -> None:
 
 @pytest.mark.parametrize("number", [1234567, 1234567.0, 1234568.5])
 def test_numbers_keep_their_digits(number: float) -> None:
-    asked: list[str | None] = []
-
-    def note(name: str | None) -> int:
-        asked.append(name)
-        return 0
-
-    read_event(json.dumps({"user": "u", "item": 1, "event": number}).encode(), 5, Fields(), note)
-    assert asked == [str(number).removesuffix(".0")]
+    name = str(number).removesuffix(".0")
+    with pytest.raises(Poison, match=f"event: '{name}' is none"):
+        read({"user": "u", "item": 1, "event": number})
 
 
 @pytest.mark.parametrize("came_ms", [None, -1])
 def test_a_broker_that_knows_no_time_tells_none(came_ms: int | None) -> None:
     value = b'{"user": "u", "item": "a", "event": "view"}'
     with pytest.raises(Poison, match="no time"):
-        read_event(value, came_ms, Fields(), action_of)
+        read(value, None, came_ms)
     timed = value.replace(b"}", b', "time": 1600000000}')
-    assert read_event(timed, came_ms, Fields(), action_of).timestamp == 1_600_000_000
+    assert read(timed, None, came_ms).timestamp == 1_600_000_000
 
 
 def test_a_time_that_was_told_must_be_there() -> None:

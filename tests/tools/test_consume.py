@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.cli.test_load import Histories, service, stored
 from tests.cli.test_main import free_port, write
 from tests.serving import FIRST_ID, write_checkpoint
-from tests.tools.consume.broker import Broker
+from tests.tools.kafka_broker import Broker
 
 NUM_USERS = 20
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessable
 from npu_gr.core.feature_schema.encode import hash_names
@@ -17,11 +20,9 @@ from npu_gr.core.history import UserKey, Write, Written
 from npu_gr.core.names import item_id
 from npu_gr.features.open import open_store
 from npu_gr.features.store import HistoryConfig, HistoryStore
-from npu_gr.tools.consume import consumer as module
-from npu_gr.tools.consume.consumer import MOST_OF_USER, EventConsumer
-from npu_gr.tools.consume.dead_letters import DeadLetterFile
-from npu_gr.tools.consume.message import Fields
-from npu_gr.tools.consume.metrics import ConsumeMetrics
+from npu_gr.tools import consume as module
+from npu_gr.tools.consume import MOST_OF_USER, ConsumeConfig, EventConsumer
+from npu_gr.tools.consume_message import Fields
 from npu_gr.tools.ingest import EventModel, Target
 from tests.features_of import every_feature
 
@@ -108,13 +109,18 @@ def value(number: int, user: str = "u", event: str = "view") -> bytes:
     return json.dumps({"user": user, "item": number, "event": event, "time": 1_600_000_000 + number}).encode()
 
 
-async def consumed(log: Log, store: Any, folder: Path, **features: str) -> ConsumeMetrics:
-    stop = asyncio.Event()
-    metrics = ConsumeMetrics()
-    letters = DeadLetterFile(folder / "dead.jsonl")
+def events_of(log: Log, store: Any, folder: Path, stop: asyncio.Event, **features: str) -> EventConsumer:
     target = Target(store, EventModel(ACTIONS, every_feature(("event",))), "it")
-    await EventConsumer(log.consumer(stop), target, Fields(features=features), letters, metrics).run(stop)
-    return metrics
+    letters = folder / "dead.jsonl"
+    config = ConsumeConfig(brokers="", topics=("t",), dead_letters=letters, fields=Fields(features=features))
+    return EventConsumer(log.consumer(stop), target, config)
+
+
+async def consumed(log: Log, store: Any, folder: Path, **features: str) -> CollectorRegistry:
+    stop = asyncio.Event()
+    events = events_of(log, store, folder, stop, **features)
+    await events.run(stop)
+    return events.registry
 
 
 async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) -> None:
@@ -132,9 +138,9 @@ async def test_features_of_events_are_kept(store: HistoryStore, tmp_path: Path) 
         await consumed(Log([]), store, tmp_path, colour="colour")
 
 
-def counted(metrics: ConsumeMetrics) -> dict[str, int]:
+def counted(registry: CollectorRegistry) -> dict[str, int]:
     return {
-        result: int(metrics.registry.get_sample_value("npu_gr_consume_messages_total", {"result": result}) or 0)
+        result: int(registry.get_sample_value("npu_gr_consume_messages_total", {"result": result}) or 0)
         for result in ("written", "known", "dead")
     }
 
@@ -202,39 +208,20 @@ async def test_a_partition_that_leaves_with_its_commit_is_not_looked_at(store: H
 
 
 async def test_a_service_whose_model_has_no_actions_makes_nothing_poison(store: HistoryStore, tmp_path: Path) -> None:
-    letters = DeadLetterFile(tmp_path / "dead.jsonl")
+    config = ConsumeConfig(brokers="", topics=("t",), dead_letters=tmp_path / "dead.jsonl")
     with pytest.raises(ConfigError, match="it: its model has no actions"):
-        EventConsumer(
-            Log([]).consumer(asyncio.Event()), Target(store, EventModel(()), "it"), Fields(), letters, ConsumeMetrics()
-        )
-
-
-async def test_actions_that_are_asked_for_again_are_never_none(
-    store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Forgetful:
-        """A service that has no model just now."""
-
-        async def model(self) -> EventModel:
-            return EventModel(())
-
-        async def write_many(self, batch: list[Write]) -> Any:
-            return await store.write_many(batch)
-
-    monkeypatch.setattr(module, "ServiceWriter", Forgetful)
-    log = Log([value(0, event="nap"), value(1)])
-    assert counted(await consumed(log, Forgetful(), tmp_path)) == {"written": 1, "known": 0, "dead": 1}
+        EventConsumer(Log([]).consumer(asyncio.Event()), Target(store, EventModel(()), "it"), config)
 
 
 async def test_a_store_without_room_is_waited_for(store: HistoryStore, tmp_path: Path) -> None:
     errors = [Unavailable("full"), StoreFailed("away"), Unavailable("full")]
     failing = Failing(store, list(errors))
     log = Log([value(number) for number in range(10)])
-    metrics = await consumed(log, failing, tmp_path)
+    registry = await consumed(log, failing, tmp_path)
     assert failing.calls == [10] * 4
-    assert metrics.registry.get_sample_value("npu_gr_consume_retries_total") == 3
+    assert registry.get_sample_value("npu_gr_consume_retries_total") == 3
     assert (await items(store), log.commits) == ([*range(10)], [10])
-    assert metrics.registry.get_sample_value("npu_gr_consume_lag_messages", {"topic": "t", "partition": "0"}) == 0
+    assert registry.get_sample_value("npu_gr_consume_lag_messages", {"topic": "t", "partition": "0"}) == 0
 
 
 @pytest.mark.parametrize("reason", [StoreFailed("damaged"), Unprocessable("users[4]: not the form")])
@@ -256,9 +243,7 @@ async def test_told_to_stop_while_the_store_is_away_it_commits_nothing(store: Hi
             stop.set()
             raise Unavailable("away")
 
-    letters = DeadLetterFile(tmp_path / "dead.jsonl")
-    target = Target(Away(), EventModel(ACTIONS), "it")
-    await EventConsumer(log.consumer(stop), target, Fields(), letters, ConsumeMetrics()).run(stop)
+    await events_of(log, Away(), tmp_path, stop).run(stop)
     assert log.commits == []
 
 
@@ -268,13 +253,60 @@ async def test_letters_that_cannot_be_kept_are_not_committed(
     log = Log([b"{", value(1)])
     tries = []
 
-    def full(self: DeadLetterFile, letters: list[Any]) -> None:
+    def full(self: EventConsumer, letters: list[Any]) -> None:
         tries.append(len(log.commits))
         if len(tries) < 3:
             raise OSError(28, "No space left on device")
         whole(self, letters)
 
-    whole = DeadLetterFile._write
-    monkeypatch.setattr(DeadLetterFile, "_write", full)
+    whole = EventConsumer._bury
+    monkeypatch.setattr(EventConsumer, "_bury", full)
     assert counted(await consumed(log, store, tmp_path)) == {"written": 1, "known": 0, "dead": 1}
     assert (tries, log.commits, len(dead(tmp_path))) == ([0, 0, 0], [2], 1)
+
+
+LETTER = Message("t", 1, 7, 1_600_000_000_000, b"key", b"{", (("trace", b"abc"), ("nothing", None)))
+
+
+def letters_of(path: Path) -> Callable[[list[Any]], None]:
+    target = Target(cast(Any, None), EventModel(ACTIONS), "it")
+    return EventConsumer(None, target, ConsumeConfig(brokers="", topics=(), dead_letters=path))._bury
+
+
+def decoded(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text)
+
+
+async def test_a_line_has_all_of_the_message(tmp_path: Path) -> None:
+    path = tmp_path / "dead.jsonl"
+    letters_of(path)([(LETTER, "no JSON"), (Message("t", 0, 1, -1, None, None), "no value")])
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert (decoded(first["key"]), decoded(first["value"])) == (LETTER.key, LETTER.value)
+    assert [(name, decoded(value)) for name, value in first["headers"]] == [*LETTER.headers]
+    assert (first["topic"], first["partition"], first["offset"], first["reason"]) == ("t", 1, 7, "no JSON")
+    assert (second["key"], second["value"], second["headers"]) == (None, None, [])
+
+
+async def test_a_line_that_a_crash_cut_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "dead.jsonl"
+    letters = letters_of(path)
+    letters([(LETTER, "one")])
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    letters([(LETTER, "two")])
+    letters([(LETTER, "three")])
+    lines = path.read_bytes().splitlines()
+    assert lines[1] == whole[:40]
+    assert [json.loads(line)["reason"] for line in (lines[0], *lines[2:])] == ["one", "two", "three"]
+
+
+async def test_a_file_that_was_rotated_away_is_made_anew_and_private(tmp_path: Path) -> None:
+    path = tmp_path / "dead.jsonl"
+    letters = letters_of(path)
+    path.rename(tmp_path / "dead.1.jsonl")
+    before = os.umask(0)
+    try:
+        letters([(LETTER, "one")])
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
