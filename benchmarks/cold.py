@@ -20,7 +20,7 @@ from npu_gr.backend.names import BackendName
 from npu_gr.core.history import Events
 from npu_gr.core.process import set_up_process
 from npu_gr.model.history_tokens import ItemVocabulary, tokenize
-from npu_gr.model.segment import HostTokens, Segment
+from npu_gr.model.hstu_segments import HostTokens, Segment
 from npu_gr.model.weights import load
 
 
@@ -32,7 +32,7 @@ class ColdRanker:
         self._backend = choose(backend)
         found = load(checkpoint)
         self._model = found.model.to(self._backend.device).eval()
-        self._model.freeze_items()
+        self._model.items.freeze()
         self._vocabulary = ItemVocabulary(found.item_ids)
 
     def scores(self, body: dict[str, Any]) -> dict[str, list[float]]:

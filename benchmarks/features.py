@@ -134,7 +134,7 @@ class _Bench:
         shape = msgspec.structs.replace(config(), features=features)
         backend = choose(backend_name)
         model = HSTU(shape).to(backend.device).eval()
-        model.freeze_items()
+        model.items.freeze()
         laid = layout(shape, backend)
         arena = KVArena(laid, laid.pages(TOKENS + 1), backend.device, pack=backend.pack_kv)
         self._engine = RankEngine(model, backend, Scheduler(SchedulerConfig()), arena)

@@ -30,8 +30,7 @@ from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer
-from npu_gr.model.t5 import T5
-from npu_gr.model.t5_config import T5Config
+from npu_gr.model.t5 import T5, T5Config
 
 OPTIONS = (
     BACKEND,

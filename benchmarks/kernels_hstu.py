@@ -121,7 +121,7 @@ def _rank(
 ) -> Iterator[Line]:
     """The naive path has no bias, so neither has the model: its tables are zero, and are looked up all the same."""
     model = HSTU(rank.config()).cast(dtype).eval()
-    model.freeze_items()
+    model.items.freeze()
     both = []
     for each in (backend, NaiveCachedBackend()):
         torch.manual_seed(c)  # the same request for both

@@ -81,7 +81,7 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
     torch.manual_seed(seed)
     actions = ("1", "2", "3", "4", "5")
     model = HSTU(HSTUConfig(num_items=ITEMS, actions=actions, tasks=("click", "like"), max_history_tokens=256)).eval()
-    model.freeze_items()
+    model.items.freeze()
     whole, apart = _Clocked(isa), SegmentWise(isa=isa)
     engines = [_engine(model, backend) for backend in (whole, apart)]
     works = [_cached(engines, np.random.default_rng(seed + i), i) for i in range(max(BATCHES))]

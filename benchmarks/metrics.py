@@ -92,7 +92,7 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
         for layers, width, candidates in SHAPES:
             torch.manual_seed(seed)
             model = HSTU(config(layers, width)).eval()
-            model.freeze_items()
+            model.items.freeze()
             rank = CachedRank(model, choose("cpu"), 256, candidates)
             for name, work in (("counts", count), ("counts, trace, log line", count_and_tell)):
                 functions: list[Callable[[], object]] = [partial(rank.run, rank.hit), partial(_repeated, work)]

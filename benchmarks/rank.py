@@ -21,7 +21,7 @@ from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Past, Segment
+from npu_gr.model.hstu_segments import Past, Segment
 
 OPTIONS = (
     BACKEND,
@@ -142,7 +142,7 @@ def lines(backend: BackendName, dtype: str, seed: int, seconds: float) -> Iterat
         for name, parameter in model.named_parameters():
             if name.endswith(("position_bias", "time_bias")):
                 parameter.normal_(std=0.1)
-    model.cast(kind).to(device.device).eval().freeze_items()
+    model.cast(kind).to(device.device).eval().items.freeze()
     for n in LENGTHS:
         for c in CANDIDATES:
             rank = CachedRank(model, device, n, c, kind)

@@ -52,7 +52,12 @@ Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 
 # Keys that went, by path (an element of a list has the list's path) -> what takes their place. docs/upgrading.md has
 # the same rows with more words. A section that went whole has one row.
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "server.workers": "the process with the models serves HTTP; more cores: more instances behind `npu-gr route`",
+    "server.max_connections": "the limit of a proxy: `npu-gr route`, or the system's limit of open files",
+    "server.header_timeout_s": "the proxy closes connections that send their headers slowly (`npu-gr route`)",
+    "server.write_timeout_s": "the proxy closes connections that do not read their answer (`npu-gr route`)",
+}
 
 
 class Gathered(NamedTuple):

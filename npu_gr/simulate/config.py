@@ -8,15 +8,15 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from npu_gr.admission.brownout import BrownoutConfig
-from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.setting_types import IN_BYTES
 from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero, load
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig
+from npu_gr.server.admission.controller import AdmissionConfig
 
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from npu_gr.admission.brownout import BrownoutConfig
-from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.core.settings import from_table
 from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.metrics.slo import Result
+from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import RelayConfig, TriggerConfig
+from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import (
     DeviceProfile,
