@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import shutil
 from dataclasses import replace
@@ -85,7 +86,10 @@ def test_fastapi_has_the_same_model(checkpoint: Path, tmp_path: Path) -> None:
         check(server, checkpoint, TRAFFIC.bodies(load(checkpoint), "tenant", 0))
 
 
-@pytest.mark.skipif(not shutil.which("cc") or not shutil.which("haproxy"), reason="needs a C compiler and HAProxy")
+@pytest.mark.skipif(
+    not (shutil.which("cc") and shutil.which("haproxy") and importlib.util.find_spec("npu_gr.route")),
+    reason="needs a C compiler, HAProxy and the router that runs it",
+)
 def test_from_start_to_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WARM_S", "BEFORE_S", "AFTER_S", "REFERENCE_S"):
         monkeypatch.setattr(loads, name, 0.3)
