@@ -34,8 +34,8 @@ async def main(folder: Path) -> dict[str, Any]:
     register_shout()  # before any module that derives from the table is imported
     from npu_gr.metrics.dashboards import dashboards
     from npu_gr.metrics.rules import rules
-    from npu_gr.replay.body import encode
     from npu_gr.replay.files import QueryLog
+    from npu_gr.replay.requests import encode
     from npu_gr.router.routes import route_of
     from npu_gr.service.config import SLOConfig
     from npu_gr.service.job_table import MAKERS

@@ -31,11 +31,11 @@ WARM, MEASURED = 2, 5
 
 # Each is what holds now; lower it when it can be. The goals: 45, 55 and 60 files, 8 packages, 20 methods, 6 classes
 # with many, 72,000 lines.
-MOST_FILES = {"rank": 71, "generate": 82, "recommend": 94}
-MOST_PACKAGES = {"rank": 10, "generate": 11, "recommend": 11}
+MOST_FILES = {"rank": 58, "generate": 67, "recommend": 80}
+MOST_PACKAGES = {"rank": 8, "generate": 9, "recommend": 9}
 MOST_METHODS = 40  # of any class
 MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 30
-MOST_LINES = 90_400
+MOST_LINES = 84_000
 
 
 class Entered:

@@ -29,7 +29,7 @@ from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.fleet.envoy_picker import obeying, picker_cluster, picker_filter, told
 from npu_gr.router.config import InstanceConfig, RouterConfig
 from npu_gr.server.auth.rules import rules
-from npu_gr.server.headers import NOT_TAKEN
+from npu_gr.server.http import NOT_TAKEN
 
 _TYPE = "type.googleapis.com/envoy.extensions"
 _FOLLOW_AGAIN = "connect-failure,refused-stream,reset,gateway-error"

@@ -11,9 +11,7 @@ from npu_gr.router.config import RouterConfig
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.request import RequestHead
 from npu_gr.router.routes import Handling, Route
-from npu_gr.server.auth.key_ring import KeyRing
-from npu_gr.server.auth.keys import Key
-from npu_gr.server.auth.throttle import Throttle
+from npu_gr.server.auth.keys import Key, KeyRing, Throttle
 
 _EVERYWHERE = Handling.EVERYWHERE
 _ERASED_PREFIX = ERASE.path.partition("{")[0].encode()

@@ -23,13 +23,11 @@ from npu_gr.metrics import status
 from npu_gr.router.access import Access, placed_by
 from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
-from npu_gr.server.auth.browsers import is_loopback_name, refuse_foreign_pages
-from npu_gr.server.auth.rules import ROUTER_ADMIN
+from npu_gr.server.auth.rules import ROUTER_ADMIN, is_loopback_name, refuse_foreign_pages
 from npu_gr.server.codec.fields import UserBody
-from npu_gr.server.debug.profile import Profiler
 from npu_gr.server.debug.routes import DebugRoutes
-from npu_gr.server.debug.stacks import own_stacks
-from npu_gr.server.problem import from_error
+from npu_gr.server.debug.stacks import Profiler, own_stacks
+from npu_gr.server.http import from_error
 
 
 def build_admin_app(router: Router) -> web.Application:

@@ -13,7 +13,7 @@ from npu_gr.router.answers import Refused
 from npu_gr.router.config import LimitsConfig, RouterConfig
 from npu_gr.router.kept import KeptBytes
 from npu_gr.router.routes import METHODS
-from npu_gr.server.headers import budget_s
+from npu_gr.server.http import budget_s
 
 _BUDGET_HEADERS = {
     name.lower().encode(): name for name in ("X-Request-Timeout-Ms", "x-envoy-expected-rq-timeout-ms", "grpc-timeout")

@@ -23,7 +23,7 @@ from npu_gr.router.config import RouterConfig
 from npu_gr.router.handover import BACKLOG, Taken, ask, bind, offering
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
-from npu_gr.server.auth.browsers import is_loopback_name
+from npu_gr.server.auth.rules import is_loopback_name
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.tls_listener import TlsListener
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from npu_gr.server.headers import NOT_TAKEN
+from npu_gr.server.http import NOT_TAKEN
 from npu_gr.server.tls_listener import bound_read_ahead
 
 # Statuses whose answers have no body, whatever their headers say.

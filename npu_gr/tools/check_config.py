@@ -32,7 +32,7 @@ from npu_gr.jobs.config import GenerateConfig
 from npu_gr.matching import vectors
 from npu_gr.matching.config import MatchConfig
 from npu_gr.relay.config import beside
-from npu_gr.replay.identity import read_key
+from npu_gr.replay.erased import read_key
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.config import load as load_router
 from npu_gr.router.discovery import InstancesFile

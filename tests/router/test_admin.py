@@ -16,8 +16,8 @@ from npu_gr.router.admin_runner import MAX_CONNECTIONS
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
+from npu_gr.server.auth.keys import BURST
 from npu_gr.server.auth.rules import ROUTER_ADMIN
-from npu_gr.server.auth.throttle import BURST
 from tests.keys import bearer, entry, write_keys
 from tests.router.fake import Site, site
 from tests.router.test_access import INSTANCES
@@ -95,9 +95,9 @@ async def test_each_route_needs_its_scope(tmp_path: Path) -> None:
 
 
 async def test_wrong_keys_wait_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.server.auth.throttle.HOLD_S", 3.0)
+    monkeypatch.setattr("npu_gr.server.auth.keys.HOLD_S", 3.0)
     monkeypatch.setattr(
-        "npu_gr.server.auth.throttle.RATE_PER_S", 1e-9
+        "npu_gr.server.auth.keys.RATE_PER_S", 1e-9
     )  # none is earned meanwhile, on a busy machine either
     async with site(1, api_keys_file=write_keys(tmp_path / "keys.yaml", entry("a", scopes=[Scope.OBSERVE]))) as s:
         for _ in range(int(BURST)):
