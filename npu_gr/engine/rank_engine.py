@@ -162,6 +162,7 @@ class RankEngine(PageJobs):
         self.num_rows = model.config.num_items  # that `find` searches: of trained items, and of new ones that are shown
         self._items: torch.Tensor | None = None  # [spare rows included, d], fp32: what u is compared with
         self._next: I64 = np.array([model.items.num_rows])
+        self._has_plain_passes = model.config.has_plain_passes
 
     async def prefill(
         self, tokens: Tokens, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
@@ -388,7 +389,7 @@ class RankEngine(PageJobs):
 
     def _all_told(self, passes: Sequence[RankPass], *, is_next: bool) -> list[HstuSegment] | None:
         """Say a batch in numbers; None = the model's passes, or one of these, are not for kernels of whole passes."""
-        if not self.model.config.has_plain_passes:
+        if not self._has_plain_passes:
             return None
         told = []
         for work in passes:
