@@ -1,4 +1,4 @@
-"""Finds the instances: from a list in the configuration, a file that is watched, or a DNS name."""
+"""Finds the instances: from a list in the configuration, a file, or a DNS name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError
-from npu_gr.router.config import DiscoveryConfig, DNSConfig, InstanceConfig, check_names
+from npu_gr.route.config import DiscoveryConfig, DNSConfig, InstanceConfig, check_names
 
 
 class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +42,8 @@ async def _resolve(dns: DNSConfig) -> list[InstanceConfig]:
     except OSError as error:
         raise ConfigError(f"discovery.dns.host: {dns.host}: {error}") from error
     hosts = sorted({str(address[4][0]) for address in found})
-    return [InstanceConfig(name=_name(host, dns.port), host=host, port=dns.port) for host in hosts]
+    ports = {"port": dns.port, "admin_port": dns.admin_port, "agent_port": dns.agent_port}
+    return [InstanceConfig(name=_name(host, dns.port), host=host, **ports) for host in hosts]
 
 
 def _name(host: str, port: int) -> str:
