@@ -89,7 +89,7 @@ def deletion_cost(
     Deployment takes the emptiest pods first. A StatefulSet does not read it. Runs until stopped, as a pod with a
     service account that may list and patch pods.
     """
-    from npu_gr.access.calling import calling_context
+    from npu_gr.core.calling import calling_context
     from npu_gr.core.signals import stop_signals
     from npu_gr.core.tasks import running
     from npu_gr.fleet.deletion_cost import ACCOUNT, ApiFailed, Watched, api_address, own_namespace, watching

@@ -40,9 +40,9 @@ def new_key(
     from_stdin: bool,
 ) -> None:
     """Make a key called NAME, add it to the file, and print it. It is shown this once: the file has its hash alone."""
-    from npu_gr.access.edit import add_key
-    from npu_gr.access.keys import KeyEntry, hash_of
     from npu_gr.core.settings import from_table
+    from npu_gr.server.auth.edit import add_key
+    from npu_gr.server.auth.keys import KeyEntry, hash_of
 
     key = _from_stdin() if from_stdin else PREFIX + secrets.token_urlsafe(32)
     table = {
@@ -63,7 +63,7 @@ def new_key(
 @KEY_FILE
 def list_keys(path: Path) -> None:
     """List the keys of a file: name, beginning of the hash, tenant, scopes, rate, end."""
-    from npu_gr.access.keys import in_utc, read_keys
+    from npu_gr.server.auth.keys import in_utc, read_keys
 
     now_at = datetime.now(UTC)
     rows = [("NAME", "SHA-256", "TENANT", "SCOPES", "PER SECOND", "EXPIRES")]
@@ -82,7 +82,7 @@ def list_keys(path: Path) -> None:
 @KEY_FILE
 def revoke(name: str, path: Path) -> None:
     """Take the key NAME out of the file."""
-    from npu_gr.access.edit import revoke_key
+    from npu_gr.server.auth.edit import revoke_key
 
     num_left = revoke_key(path, name)
     click.echo(f"revoked {name!r}; {path} has {num_left} more", err=True)
@@ -96,8 +96,8 @@ def _from_stdin() -> str:
     Raises:
         ConfigError: it is too short, too long, or no header could carry it.
     """
-    from npu_gr.access.keys import MIN_CHARACTERS
     from npu_gr.core.errors import ConfigError
+    from npu_gr.server.auth.keys import MIN_CHARACTERS
 
     key = sys.stdin.buffer.read(MAX_CHARACTERS + 3).rstrip(b"\r\n").decode(errors="replace")
     if not MIN_CHARACTERS <= len(key) <= MAX_CHARACTERS:

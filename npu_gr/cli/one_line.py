@@ -5,21 +5,6 @@ from __future__ import annotations
 import click
 
 LINES = {
-    "bench cascade": "Recommend end to end, with and without the relay.",
-    "bench door": "What is answered in time under any load: minutes.",
-    "bench generate": "Beam search against dense search and transformers.",
-    "bench kernels": "CPU kernels against roofs, torch ops, a naive path.",
-    "bench match": "Exact top-k against numpy, faiss and HNSW.",
-    "bench match-train": "What training on so many edges costs.",
-    "bench metrics": "CPU time of metrics, traces and the access log.",
-    "bench quality": "What we serve against what is simple: hours.",
-    "bench rank": "Cached against full inference.",
-    "bench relay": "Rate and length that keep the objective: minutes.",
-    "bench router": "What the router adds to a call, beside Envoy.",
-    "bench store": "What a DRAM tier of a million prefixes costs.",
-    "bench trunk": "Recommend from one trunk against two models.",
-    "bench twin": "Ascend operators and an HSTU pass, by a model of costs.",
-    "bench wire": "Reading a rank's body: raw columns against lists.",
     "bundle": "Fetch what a report of a fault needs.",
     "calibrate": "Measure what the trigger must know of this machine.",
     "check-config": "Check a configuration and all that it names.",

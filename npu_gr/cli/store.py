@@ -29,7 +29,7 @@ def check_store(where: str, verbose: bool) -> None:
 
     Exit code: 0 = no damage, 1 = damage, 2 = cannot be read at all. Users are named by a hash, or with --verbose.
     """
-    from npu_gr.access.calling import calling_files
+    from npu_gr.core.calling import calling_files
     from npu_gr.features.base import RedisTlsConfig
     from npu_gr.features.embedded_check import check
     from npu_gr.features.redis_check import check_redis

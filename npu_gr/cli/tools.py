@@ -142,7 +142,7 @@ def bundle(url: str, out: Path, api_key: str | None) -> None:
     import urllib.request
     from urllib.error import URLError
 
-    from npu_gr.access.calling import calling_context, calling_headers
+    from npu_gr.core.calling import calling_context, calling_headers
 
     headers = calling_headers(api_key)
     if not url.startswith(("http://", "https://")):

@@ -12,8 +12,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from npu_gr.access.calling import calling_files
-from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client.answers import FoundItems, Ranked, found, ranked, read
 from npu_gr.client.calls import call_of, checked_key, feature_body, given, history_body, optional_items, parts
 from npu_gr.client.channel import AGAIN, ApiKey, Channel, Reply, SafeCall
@@ -30,10 +28,12 @@ from npu_gr.client.columns import (
 )
 from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.arrays import I64
+from npu_gr.core.calling import calling_files
 from npu_gr.core.errors import BadAnswer, TooLarge, Unavailable, Unprocessable, Unreachable
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.core.request import Normalise, OrderName, SourceName
 from npu_gr.core.served import ModelInfo
+from npu_gr.core.tls import ClientTlsConfig
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut

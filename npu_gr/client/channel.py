@@ -20,9 +20,8 @@ from typing import NamedTuple
 import aiohttp
 from yarl import URL
 
-from npu_gr.access.calling import calling_headers
-from npu_gr.access.tls import ClientTls, ClientTlsConfig, following
 from npu_gr.client.failures import from_answer
+from npu_gr.core.calling import calling_headers
 from npu_gr.core.errors import (
     BadAnswer,
     ConfigError,
@@ -31,6 +30,7 @@ from npu_gr.core.errors import (
     Unauthorized,
     Unreachable,
 )
+from npu_gr.core.tls import ClientTls, ClientTlsConfig, following
 from npu_gr.core.words import cut
 from npu_gr.server.codec.media import JSON
 from npu_gr.server.headers import REQUEST_ID, TIMEOUT_MS

@@ -45,23 +45,30 @@ def variable(path: str) -> str:
     return PREFIX + path.replace(".", BETWEEN).upper()
 
 
-def read(variables: Mapping[str, str], cls: type[msgspec.Struct]) -> list[Variable]:
+def read(
+    variables: Mapping[str, str], cls: type[msgspec.Struct], gone: Mapping[str, str] | None = None
+) -> list[Variable]:
     """Find the settings in an environment: outer ones first, because a whole section may be given as YAML.
 
     Args:
         variables: by name.
         cls: what may be set.
+        gone: paths of settings that went -> what takes their place.
 
     Raises:
-        ConfigError: a name is that of a setting, and there is no such setting. It names the nearest.
+        ConfigError: a name is that of a setting, and there is no such setting. It names the nearest, or what takes its
+            place.
     """
     known = {variable(path): path for path, setting in settings_of(cls).items() if not setting.in_list}
+    went = {variable(path): words for path, words in (gone or {}).items()}
     found = []
     for name, value in variables.items():
         if not name.startswith(PREFIX) or value.startswith(_OF_KUBERNETES):
             continue
         if name in known:
             found.append(Variable(name, known[name], value))
+        elif words := next((words for one, words in went.items() if f"{name}{BETWEEN}".startswith(one + BETWEEN)), ""):
+            raise ConfigError(f"environment: {name} went: {words}")
         elif BETWEEN in name.removeprefix(PREFIX).strip("_"):
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(f"environment: {name} is no setting" + (f"; did you mean {near[0]}?" if near else ""))

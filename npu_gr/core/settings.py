@@ -17,7 +17,7 @@ from npu_gr.core import environment
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.redact import redacted
 from npu_gr.core.secret import Secret
-from npu_gr.core.setting_types import explain, plain
+from npu_gr.core.setting_types import explain, plain, settings_of
 from npu_gr.core.units import IN_BYTES, IN_SECONDS
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -30,6 +30,11 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, extra_json_schema=IN_SECONDS)]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, extra_json_schema=IN_SECONDS)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+# Keys that went, by path (an element of a list has the list's path) -> what takes their place. docs/upgrading.md has
+# the same rows with more words. A section that went whole has one row.
+GONE: dict[str, str] = {}
 
 
 class Gathered(NamedTuple):
@@ -83,7 +88,7 @@ def gather(
     """
     table = read_table(path)
     origins = dict.fromkeys(_leaves(table), str(path))
-    given = [(one.path, one.value, one.name) for one in environment.read(variables or {}, cls)]
+    given = [(one.path, one.value, one.name) for one in environment.read(variables or {}, cls, GONE)]
     given += [(*_parted(text), "--set") for text in overrides]
     for name, value, origin in given:
         _put(table, name, _yaml(value, name, origin), origin)
@@ -140,7 +145,9 @@ def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
     try:
         return msgspec.convert(plain(table, cls), cls, dec_hook=_decoded)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {explain(str(error), table, cls)}") from error
+        known = settings_of(cls)
+        went = [f"{path} went: {now}" for path, now in GONE.items() if path not in known and _has(table, path)]
+        raise ConfigError(f"{where}: {'; '.join(went) or explain(str(error), table, cls)}") from error
 
 
 def override(preset: S, overrides: Sequence[str]) -> S:
@@ -216,3 +223,11 @@ def _leaves(value: Any, at: str = "") -> list[str]:
     if not isinstance(value, dict):
         return [at]
     return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{at}.{key}" if at else str(key))]
+
+
+def _has(value: object, path: str) -> bool:
+    """Whether a key is given, in a section or in any section of a list."""
+    if isinstance(value, list):
+        return any(_has(one, path) for one in value if isinstance(one, dict))
+    key, _, inner = path.partition(".")
+    return isinstance(value, dict) and key in value and (not inner or _has(value[key], inner))

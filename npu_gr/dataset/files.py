@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.actions import ActionKind
 from npu_gr.dataset.arrow import pa, pc, pq

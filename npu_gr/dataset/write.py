@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.arrays import I64
 from npu_gr.core.names import item_ids
 from npu_gr.core.private import make_private

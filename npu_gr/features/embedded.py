@@ -28,9 +28,9 @@ from npu_gr.core.private import warn_if_shared
 from npu_gr.features import embedded_file as file
 from npu_gr.features.base import HistoryConfig, StoredHistory, StoreHealth, checked, key_bytes
 from npu_gr.features.embedded_check import quick_check
+from npu_gr.features.embedded_file import read_names, write_names
 from npu_gr.features.embedded_overwrite import MAX_LOG_BYTES, RowOverwrites
 from npu_gr.features.event_features import check_size
-from npu_gr.features.named_actions import read_names, write_names
 
 log = logging.getLogger(__name__)
 

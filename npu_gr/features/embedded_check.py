@@ -23,9 +23,9 @@ from npu_gr.features import embedded_file as file
 from npu_gr.features.base import EVENT, MAX_EVENTS
 from npu_gr.features.damage import Found
 from npu_gr.features.embedded_chunk import CHUNK, Chunk, events_of
+from npu_gr.features.embedded_file import read_names, write_names
 from npu_gr.features.embedded_overwrite import RowOverwrites
 from npu_gr.features.event_features import load_runs
-from npu_gr.features.named_actions import read_names, write_names
 
 log = logging.getLogger(__name__)
 

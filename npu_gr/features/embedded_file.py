@@ -3,7 +3,8 @@
     users    user -> first, total: events [0, first) were given up, [first, total) are kept
     chunks   user, chunk -> `CHUNK` events, and their features if they have any; the last chunk may be shorter
     keys     user, idempotency key -> what the append that brought it was, and what it answered
-    actions  number -> name of an action, see `named_actions`
+    actions  number -> name of an action: a list that is written before the first event that uses a number, and only
+             grows at its end. So a model whose actions are others is found before it reads a `buy` as a `view`
 
 Each row has the checksum of its fields, which is checked whenever the row is read. Rows of schema 0 have none until
 they are written again; those of schema 1 have no features.
@@ -14,14 +15,15 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, StoreInUse, Unprocessable
 from npu_gr.core.history import Events, Mode, Write, Written
+from npu_gr.core.names import difference
 from npu_gr.core.private import open_private
-from npu_gr.features import named_actions
 from npu_gr.features.base import IdempotencyKey, StoredHistory, key_bytes, pack
 from npu_gr.features.checksum import check_row, damaged, row_sum
 from npu_gr.features.embedded_chunk import CHUNK, Chunk, events_of
@@ -41,6 +43,7 @@ CREATE TABLE IF NOT EXISTS keys (
   UNIQUE (user, key)
 );
 """
+_ACTIONS = "CREATE TABLE IF NOT EXISTS actions (number INTEGER PRIMARY KEY, name BLOB, sum INTEGER)"
 
 
 class KeyLimits(NamedTuple):
@@ -102,7 +105,7 @@ def prepare(db: sqlite3.Connection) -> None:
         for statement in filter(str.strip, _TABLES.split(";")):
             db.execute(statement)
         db.execute(f"PRAGMA user_version = {SCHEMA}")
-    db.execute(named_actions.TABLE)  # older versions do without it
+    db.execute(_ACTIONS)  # older versions do without it
     db.execute("COMMIT")
 
 
@@ -312,3 +315,34 @@ def write(db: sqlite3.Connection, one: Write, max_events: int, limits: KeyLimits
         case Mode.APPEND:
             key = IdempotencyKey.make(one.key, one.events)
             return append_once(db, user, one.events, key, max_events, limits)
+
+
+def read_names(db: sqlite3.Connection) -> tuple[str, ...]:
+    """Read the list of an embedded store.
+
+    Raises:
+        StoreFailed: a row is damaged or missing.
+    """
+    rows = db.execute("SELECT number, name, sum FROM actions ORDER BY number").fetchall()
+    for place, (number, name, found) in enumerate(rows):
+        if number != place or not isinstance(name, bytes) or found != row_sum(number, name):
+            raise StoreFailed("the history store has damaged names of actions", StoreFault.CORRUPT)
+    return tuple(name.decode("utf-8", "surrogatepass") for _, name, _ in rows)
+
+
+def write_names(db: sqlite3.Connection, names: Sequence[str]) -> tuple[str, ...]:
+    """Add the names behind the list of an embedded store, if they begin with it; in a transaction.
+
+    Returns:
+        The list as it is then.
+
+    Raises:
+        StoreFailed: a row is damaged or missing.
+    """
+    kept = read_names(db)
+    if difference(kept, names):
+        return kept
+    for number, name in list(enumerate(names))[len(kept) :]:
+        raw = name.encode("utf-8", "surrogatepass")
+        db.execute("INSERT INTO actions (number, name, sum) VALUES (?, ?, ?)", (number, raw, row_sum(number, raw)))
+    return tuple(names)

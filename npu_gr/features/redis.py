@@ -5,7 +5,7 @@
     npu_gr:{user}:features  stream of their features, see `redis_features`; missing if no event ever had any
     npu_gr:{user}:keys      idempotency key -> digest of its events, its answer, and a checksum of both
     npu_gr:{user}:order     idempotency keys by their time
-    npu_gr:actions          names of the actions by number, see `named_actions`
+    npu_gr:actions          names of the actions by number: a list that only grows at its end
     npu_gr:{user}:events    records without checksums, of an older version: moved to `log` when they are first met
 
 An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge reads, and writes
@@ -27,7 +27,6 @@ from msgspec.structs import replace
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
-from npu_gr.features import named_actions
 from npu_gr.features import redis_scripts as scripts
 from npu_gr.features.base import (
     EVENT,
@@ -66,7 +65,7 @@ class RedisStore:
         self._read = client.register_script(scripts.READ)
         self._put = client.register_script(scripts.PUT)
         self._move = client.register_script(scripts.MOVE)
-        self._name = client.register_script(named_actions.WRITE)
+        self._name = client.register_script(scripts.NAME_ACTIONS)
         self.health = StoreHealth()
 
     @classmethod

@@ -148,3 +148,13 @@ if tonumber(last) > from then
 end
 return {last, string.format('%.0f', from), records, runs}
 """
+# KEYS: the list. ARGV: names, from number 0 on. Returns the list as it is then.
+NAME_ACTIONS = """
+local kept = redis.call('LRANGE', KEYS[1], 0, -1)
+if #kept > #ARGV then return kept end
+for number, name in ipairs(kept) do
+  if ARGV[number] ~= name then return kept end
+end
+for number = #kept + 1, #ARGV do redis.call('RPUSH', KEYS[1], ARGV[number]) end
+return redis.call('LRANGE', KEYS[1], 0, -1)
+"""

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from npu_gr.catalogue.filters import Filter
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ColdUser, NotFound, Unprocessable

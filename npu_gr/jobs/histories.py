@@ -25,9 +25,9 @@ from npu_gr.core.history import (
     Write,
     Written,
 )
+from npu_gr.core.names import difference
 from npu_gr.core.time_order import OnUnsorted, oldest_first
 from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
-from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import KnownHistory, PrefixHistoryCache
 from npu_gr.features.user_features import UserFeatures
 from npu_gr.metrics.registry import Metrics

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey

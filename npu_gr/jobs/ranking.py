@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from npu_gr.catalogue.item_names import EMPTY, ItemNames, names_of
 from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
+from npu_gr.catalogue.names import EMPTY, ItemNames, names_of
 from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable

@@ -15,7 +15,7 @@ import torch
 
 from npu_gr.catalogue.centroids import Centroids, SidMaker
 from npu_gr.catalogue.filter_cache import FilterCache
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.catalogue.records import Record, as_items, read_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, name, restore, withdraw

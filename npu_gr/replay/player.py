@@ -27,7 +27,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import SIGNAL, Routing
 from npu_gr.replay.body import HistoryMode, SentHistories, encode

@@ -14,20 +14,21 @@ joins takes only its own users, and a stick table's entry means the same before 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import xxhash
 
-from npu_gr.access.browsers import is_loopback_name
-from npu_gr.access.keys import KeyEntry
-from npu_gr.access.rules import rules
-from npu_gr.access.tls import CIPHERS, ClientTlsConfig, ServerTlsConfig
 from npu_gr.core.kinds import KINDS, RANK, Kind, Routing, Scope
+from npu_gr.core.tls import CIPHERS, ClientTlsConfig, ServerTlsConfig
 from npu_gr.route.config import InstanceConfig, RouterConfig
+from npu_gr.server.auth.browsers import is_loopback_name
+from npu_gr.server.auth.keys import KeyEntry
+from npu_gr.server.auth.rules import rules
 
 CONFIG = "haproxy.cfg"
-SOCKET = "stats.sock"  # of the runtime API
+FOLDER = "{folder}"  # stands for the folder of the sockets, which the process knows: they have no relative paths
+SOCKETS = ("stats.sock", "peers.sock", "fan_out.sock")  # the runtime API, the stick table's way, `route.fan_out`
 QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for the instance
 PATIENCE = 5  # times its objective until an answer is late, and what may be sent again is sent to another instance
 LEAST_PATIENCE_S = 0.25
@@ -57,7 +58,6 @@ class Material:
 
     instances: list[InstanceConfig]
     keys: list[KeyEntry]  # in force
-    fan_out: str  # path of the socket of `route.fan_out`
     has_certificate: bool = False  # `listen.pem` lies beside the file
     shows_certificate: bool = False  # `call.pem` does
 
@@ -78,9 +78,15 @@ def key_map(keys: Iterable[KeyEntry], scope: Scope | None = None) -> str:
     return "".join(f"{key.sha256.upper()} {key.name}\n" for key in keys if scope is None or scope in key.scopes)
 
 
-def files(config: RouterConfig, material: Material) -> dict[str, str]:
-    """Make HAProxy's file and the maps that it reads, by name; certificates are put beside them by the process."""
-    made = {CONFIG: render(config, material)}
+def files(config: RouterConfig, material: Material, folder: str) -> dict[str, str]:
+    """Make HAProxy's file and the maps that it reads, by name.
+
+    Args:
+        config: the settings.
+        material: what else it is made from. Certificates are put beside it by the process.
+        folder: of the sockets.
+    """
+    made = {CONFIG: render(config, material).replace(FOLDER, folder)}
     if config.api_keys_file:
         made["keys.map"] = key_map(material.keys)
         made["observe.map"] = key_map(material.keys, Scope.OBSERVE)
@@ -102,10 +108,9 @@ def render(config: RouterConfig, material: Material) -> str:
 
 
 def _process(config: RouterConfig) -> str:
-    peers = config.peers or {"npu_gr": ""}
+    peers = config.peers or {"npu_gr": f"unix@{FOLDER}/peers.sock"}
     local = config.peer or "npu_gr"
-    # Without other routers the section only hands the stick table to the next process at a reload.
-    lines = [f"  peer {name} {address or '127.0.0.1:1'}" for name, address in peers.items()]
+    lines = [f"  peer {name} {address}" for name, address in peers.items()]
     problems = "\n".join(
         f"  http-error status {status} content-type application/problem+json "
         f"string '{_problem(title)}' hdr Cache-Control no-store"
@@ -120,7 +125,7 @@ def _process(config: RouterConfig) -> str:
   tune.ssl.default-dh-param 2048
   ssl-default-bind-ciphers {CIPHERS}
   ssl-default-server-ciphers {CIPHERS}
-  stats socket unix@{SOCKET_HOLE} mode 600 level admin
+  stats socket unix@{FOLDER}/stats.sock mode 600 level admin
   hard-stop-after {_ms(config.shutdown_timeout_s)}  # of the process before a reload, and at the end
   localpeer {local}
   set-var proc.draining bool(false)  # set for the grace after SIGTERM
@@ -147,9 +152,6 @@ defaults
   retries 2
   option redispatch 1  # each second try is at another instance
 """
-
-
-SOCKET_HOLE = "{folder}/" + SOCKET  # a socket has no relative path; the process knows its folder
 
 
 def _frontend(config: RouterConfig, material: Material) -> str:
@@ -269,7 +271,7 @@ def _everywhere(config: RouterConfig, material: Material) -> str:
     return f"""backend everywhere  # erasures and changes of the catalogue: `npu-gr route` sends them to every instance
   retries 0
   timeout server {_ms(config.max_budget_s)}
-  server fan_out unix@{material.fan_out} maxconn 64
+  server fan_out unix@{FOLDER}/fan_out.sock maxconn 64
 """
 
 
@@ -434,8 +436,3 @@ def _address(host: str, port: int) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{max(1, round(1e3 * seconds))}ms"
-
-
-def with_folder(made: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Fill in the folder of the sockets."""
-    return {name: text.replace(SOCKET_HOLE, f"{folder}/{SOCKET}") for name, text in made.items()}

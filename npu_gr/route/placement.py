@@ -1,11 +1,11 @@
-"""Consistent hashing: which instance owns a user. A pure function of the user and the members of the ring.
+"""The one implementation of placement: which instance gets a user. For the picker, for Ray and for the simulator.
 
-Every member has its own points on a circle of 64-bit hashes; the number of its points depends on its weight alone. The
-member of the next point after the user's hash owns the user. A member that leaves therefore moves its own users and no
-others. Routers share no state, only the list of members: equal lists give equal rings, and a ring's `epoch` names it.
+Consistent hashing: every member has its own points on a circle of 64-bit hashes; their number depends on its weight
+alone. The member of the next point after the user's hash owns the user, so a member that leaves moves its own users and
+no others. Pickers share no state, only the list of members: equal lists place equally.
 
-Load is bounded only when a signal is placed. The decision travels with the signal's answer as a `Placement`, and the
-rank brings it back, because a second decision for the same pair could differ from the first.
+A rank goes where its signal went, though the owner may have changed since; `Signals` remembers. HAProxy does the same
+with `hash-type consistent` and a stick table, on a circle of its own.
 
 Source: consistent hashing (Karger et al. 1997), with bounded loads (arXiv:1608.01350); RelayGR (arXiv:2601.01712) for
 the pair. That the spill is decided once, at signal time, is our reading.
@@ -14,10 +14,9 @@ the pair. That the spill is decided once, at signal time, is our reading.
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -33,18 +32,30 @@ class Member(NamedTuple):
     weight: float = 1.0  # its share of the users, relative to the others'
 
 
+class How(StrEnum):
+    """The reason for which a request goes to its instance."""
+
+    HOME = "home"  # the instance owns the user
+    SPILLED = "spilled"  # the owner had more than its share
+    SIGNAL = "signal"  # a rank follows its signal
+    SUCCESSOR = "successor"  # the owner does not take it
+
+
+class Place(NamedTuple):
+    """Where a request goes, and why."""
+
+    name: str
+    how: How
+
+
 class Ring:
     """Immutable. Equal members give equal rings, whatever their order was."""
 
     def __init__(self, members: Iterable[Member]) -> None:
         self.members = tuple(sorted(members))
-        self.names = tuple(member.name for member in self.members)
-        text = ";".join(f"{name}={weight:g}" for name, weight in self.members)
-        self.epoch = xxhash.xxh3_64_hexdigest(text.encode())[:8]
         points = sorted((point, name) for name, weight in self.members for point in _points(name, weight))
         self._hashes = [point for point, _ in points]
         self._names = [name for _, name in points]
-        self._successors = _successors(self._names)
 
     def owner(self, user: bytes) -> str:
         """The member that owns the user.
@@ -52,23 +63,9 @@ class Ring:
         Raises:
             ValueError: the ring is empty.
         """
-        owner = self.owner_or_none(user)
-        if owner is None:
-            raise ValueError("the ring is empty")
-        return owner
-
-    def owner_or_none(self, user: bytes) -> str | None:
-        """The member that owns the user. None: the ring is empty."""
-        if not self._hashes:
-            return None
-        return self._names[bisect_right(self._hashes, xxhash.xxh3_64_intdigest(user)) % len(self._names)]
-
-    def first_two(self, user: bytes) -> tuple[str | None, str | None]:
-        """The first two of `walk`; None: there are not so many."""
-        if not self._hashes:
-            return None, None
-        at = bisect_right(self._hashes, xxhash.xxh3_64_intdigest(user)) % len(self._names)
-        return self._names[at], self._successors[at]
+        for name in self.walk(user):
+            return name
+        raise ValueError("the ring is empty")
 
     def walk(self, user: bytes) -> Iterator[str]:
         """All members: first the owner, then the one that would take over from it, and so on."""
@@ -84,27 +81,73 @@ class Ring:
                     return
 
 
-def _successors(names: list[str]) -> list[str | None]:
-    """For each point the member of the next one that is another's."""
-    successors: list[str | None] = [None] * len(names)
-    if len(set(names)) > 1:
-        for at in range(2 * len(names) - 2, -1, -1):  # twice around, because the last ones go on at the beginning
-            here, after = at % len(names), (at + 1) % len(names)
-            successors[here] = names[after] if names[after] != names[here] else successors[after]
-    return successors
-
-
 @lru_cache(maxsize=4096)
 def _points(name: str, weight: float) -> tuple[int, ...]:
-    return tuple(xxhash.xxh3_64_intdigest(f"{name}#{i}".encode()) for i in range(max(1, round(POINTS * weight))))
+    return tuple(xxhash.xxh3_64_intdigest(f"{name}#{i}".encode()) for i in range(round(POINTS * weight)))
 
 
-def fraction(user: bytes) -> float:
-    """A hash of the user in [0, 1), independent of the user's place on the ring.
+class Signals:
+    """Where the signals of the last seconds went."""
 
-    Users with small fractions return first to an instance that comes back.
+    def __init__(self, life_s: float, most: int) -> None:
+        """Remember nothing yet.
+
+        Args:
+            life_s: a rank follows its signal for so long.
+            most: signals remembered; the oldest is forgotten first.
+        """
+        self._life_s = life_s
+        self._most = most
+        self._kept: dict[bytes, tuple[str, float]] = {}  # user -> (instance, expires_at), oldest first
+
+    def remember(self, user: bytes, name: str, now_at: float) -> None:
+        """Let the ranks of a user follow a signal to this instance."""
+        kept = self._kept
+        kept.pop(user, None)
+        kept[user] = (name, now_at + self._life_s)
+        while len(kept) > self._most or next(iter(kept.values()))[1] <= now_at:
+            del kept[next(iter(kept))]
+
+    def find(self, user: bytes, now_at: float) -> str | None:
+        """Return the instance of the user's signal; None: there was none lately."""
+        name, expires_at = self._kept.get(user, (None, 0.0))
+        return name if now_at < expires_at else None
+
+
+def place(
+    ring: Ring,
+    user: bytes,
+    takes: Callable[[str], bool],
+    signalled: str | None = None,
+    has_room: Callable[[str], bool] | None = None,
+) -> Place | None:
+    """Choose the instance for a request of a user: a pure function of its arguments.
+
+    In this order: the instance that had the user's signal; the first of the ring's order that takes the user and has
+    room; the first that takes the user.
+
+    Args:
+        ring: of the instances.
+        user: the value of the user header.
+        takes: whether an instance takes requests now.
+        signalled: of a rank, the instance that its signal went to.
+        has_room: of a signal, whether an instance is under its bounded load; None = loads are not bounded.
+
+    Returns:
+        None: no instance takes it.
     """
-    return xxhash.xxh32_intdigest(user, 1) / 2**32
+    if signalled is not None and takes(signalled):
+        return Place(signalled, How.SIGNAL)
+    first: Place | None = None
+    is_owner = True
+    for name in ring.walk(user):
+        if takes(name):
+            here = Place(name, How.HOME if is_owner else How.SUCCESSOR)
+            if has_room is None or has_room(name):
+                return here if first is None else Place(name, How.SPILLED)
+            first = first or here
+        is_owner = False
+    return first
 
 
 def bound(total: int, weight: float, total_weight: float, factor: float) -> int:
@@ -120,45 +163,3 @@ def bound(total: int, weight: float, total_weight: float, factor: float) -> int:
         How many requests the member may hold.
     """
     return math.ceil(factor * (total + 1) * weight / total_weight)
-
-
-def spill(candidates: Iterable[str], has_room: Callable[[str], bool]) -> tuple[str | None, bool]:
-    """Choose the first candidate with room.
-
-    Args:
-        candidates: names in the ring's order.
-        has_room: whether a candidate is under its bounded load.
-
-    Returns:
-        The name and whether it is another than the first candidate. If no candidate has room, the first one is chosen:
-        bounded load evens out, only limits reject. (None, False) if there is no candidate.
-    """
-    first: str | None = None
-    for name in candidates:
-        if has_room(name):
-            return name, first is not None
-        first = first or name
-    return first, False
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The instance that a signal went to. The signal's answer names it in a header, and the rank repeats the header."""
-
-    instance: str
-    epoch: str
-    is_spilled: bool = False
-
-    def encode(self) -> str:
-        """The header's text: `instance@epoch`, or `instance@epoch+spilled`."""
-        return f"{self.instance}@{self.epoch}" + ("+spilled" if self.is_spilled else "")
-
-    @classmethod
-    def decode(cls, text: str) -> Placement | None:
-        """Parse a header. Returns None if it is no placement: it is a hint, so bad text is no error."""
-        match = _PLACEMENT.fullmatch(text)
-        return cls(match[1], match[2], bool(match[3])) if match else None
-
-
-NAME = r"[A-Za-z0-9\[](?:[A-Za-z0-9._:\[\]-]{0,126}[A-Za-z0-9\]])?"
-_PLACEMENT = re.compile(rf"({NAME})@([0-9a-f]{{8}})(\+spilled)?")

@@ -11,12 +11,12 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from aiohttp import web
 
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.keys import Key
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
+from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.keys import Key
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.base import B, Codec, Shown, UrlParts
 from npu_gr.server.config import ServerConfig

@@ -9,10 +9,6 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.access.browsers import refuse_foreign_pages
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.keys import Key
-from npu_gr.access.rules import PAGES, Rule, rules
 from npu_gr.admission.door import Slot
 from npu_gr.core.errors import NotFound, Overloaded, UnsupportedMedia
 from npu_gr.core.history import UserKey
@@ -22,6 +18,10 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest
+from npu_gr.server.auth.browsers import refuse_foreign_pages
+from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.keys import Key
+from npu_gr.server.auth.rules import PAGES, Rule, rules
 from npu_gr.server.codec.media import check_type
 from npu_gr.server.entrance.connection import Connection
 from npu_gr.server.problem import from_error

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from npu_gr import __version__
-from npu_gr.access.rules import rules
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
+from npu_gr.server.auth.rules import rules
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
 from npu_gr.server.codec.base import Codec

@@ -12,12 +12,12 @@ from aiohttp import web
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.kinds import ERASE, A, Kind, Q
+from npu_gr.core.names import Names
 from npu_gr.core.request import RECORDINGS
 from npu_gr.core.served import VectorsInfo
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.media import decode
-from npu_gr.server.codec.naming import Names
 from npu_gr.server.responses import json_response
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from aiohttp import web
 
-from npu_gr.access.key_ring import KeyRefusal, KeyRing
-from npu_gr.access.tls import ServerTls, following
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.tasks import running
+from npu_gr.core.tls import ServerTls, following
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.access_log import AccessLog
 from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRoutes
+from npu_gr.server.auth.key_ring import KeyRefusal, KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug.user import UserRoutes
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance

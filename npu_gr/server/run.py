@@ -11,10 +11,10 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.access.browsers import is_loopback_name
-from npu_gr.access.tls import ServerTls
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.signals import stop_signals
+from npu_gr.core.tls import ServerTls
+from npu_gr.server.auth.browsers import is_loopback_name
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.listener import Listener

@@ -8,9 +8,9 @@ from npu_gr.admission.door import Door, Slot
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
+from npu_gr.core.names import Names
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
 from npu_gr.server.codec.base import Shown
-from npu_gr.server.codec.naming import Names
 
 I_co = TypeVar("I_co", covariant=True)
 

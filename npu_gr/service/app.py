@@ -21,18 +21,18 @@ from npu_gr.admission.door import Door
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed
+from npu_gr.core.names import difference
 from npu_gr.core.tasks import running
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.base import HistoryStore
 from npu_gr.features.guarded import GuardedStore
-from npu_gr.features.named_actions import difference
 from npu_gr.features.prefix_history_cache import PrefixHistoryCache
 from npu_gr.features.source import open_source
 from npu_gr.features.store import open_store
 from npu_gr.features.user_features import UserFeatures
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.match import ServedVectors
-from npu_gr.jobs.versions import Versions
+from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.reloads import Reloaded
 from npu_gr.replay.recorder import Recorder
@@ -45,7 +45,6 @@ from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config, InForce
 from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule
-from npu_gr.service.naming import ServedNames
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Parts, Service
 
@@ -145,7 +144,7 @@ async def opened(
                 histories=shared.histories,
                 catalogue=CatalogueOfGenerator(versions, coverage, metrics.reloads),
                 vectors=VectorsOfMatch(shared.vectors, coverage, metrics.reloads),
-                names=ServedNames(settings, versions, shared.vectors),
+                names=ServedNames(lambda: settings.config.service.unsorted_history, versions, shared.vectors),
                 metrics=metrics,
             )
         )

@@ -19,9 +19,8 @@ import msgspec
 import torch
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue import action_names
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
 from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.catalogue.names import EMPTY, ItemNames, load_actions
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import ActionNames
@@ -208,7 +207,7 @@ def _names(folder: str | None) -> ItemNames:
 def _actions(folder: Path) -> ActionNames | None:
     """Read the names of actions beside a generator."""
     try:
-        return action_names.load(folder)
+        return load_actions(folder)
     except DataError as error:
         raise ConfigError(str(error)) from error
 

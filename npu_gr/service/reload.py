@@ -24,8 +24,8 @@ from npu_gr.admission.door import Door
 from npu_gr.catalogue.popular import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
+from npu_gr.core.names import difference
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.named_actions import difference
 from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories

@@ -35,11 +35,10 @@ from npu_gr.core.served import ModelInfo
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call, KindJob
 from npu_gr.jobs.histories import Histories
-from npu_gr.jobs.versions import Versions
+from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.config import InForce, to_table
-from npu_gr.service.naming import ServedNames
 
 MAX_FAILURES = 3  # device failures in a row that make the instance unready
 

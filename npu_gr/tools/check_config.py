@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from npu_gr.access.keys import read_keys
-from npu_gr.access.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
 from npu_gr.catalogue.popular import read_popular
 from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
+from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
 from npu_gr.features.base import HistoryConfig
 from npu_gr.features.source import open_source
 from npu_gr.jobs.config import GenerateConfig
@@ -39,6 +38,7 @@ from npu_gr.router.config import RouterConfig
 from npu_gr.router.config import load as load_router
 from npu_gr.router.discovery import InstancesFile
 from npu_gr.server.access_log import read_key_file
+from npu_gr.server.auth.keys import read_keys
 from npu_gr.service.config import Config, load
 
 SQLITE = b"SQLite format 3\0"

@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.features.interactions import Interactions
 from npu_gr.tools.evaluate_service import EvaluationClient, ServiceEvaluation, evaluate
 from npu_gr.train.data import to_train_on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.features.interactions import Interactions
 from npu_gr.replay.report import Report
 from npu_gr.replay.tally import HITS

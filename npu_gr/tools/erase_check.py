@@ -20,7 +20,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError
 from npu_gr.core.history import UserKey
 from npu_gr.features.base import HistoryConfig, key_bytes

@@ -25,7 +25,7 @@ import aiohttp
 import numpy as np
 from rich.table import Table
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
 from npu_gr.core.kinds import GENERATE, KINDS, MATCH, RECOMMEND
 from npu_gr.core.names import answered_ids

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.access.calling import VARIABLES, calling_context
+from npu_gr.core.calling import VARIABLES, calling_context
 from npu_gr.core.errors import ConfigError
 from tests.certificates import Authority
 from tests.server.test_tls import Running, serving_tls

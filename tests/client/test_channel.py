@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client import AsyncClient, Behaviours, channel
 from npu_gr.core.errors import (
     BadAnswer,
@@ -29,6 +28,7 @@ from npu_gr.core.errors import (
     Unreachable,
     UnsupportedMedia,
 )
+from npu_gr.core.tls import ClientTlsConfig
 from tests.certificates import Authority
 from tests.client.scripted import HANG, RANKED, SIGNALLED, Answer, answer, problem, scripted
 from tests.serving import until

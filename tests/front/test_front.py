@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import (
@@ -30,6 +29,7 @@ from npu_gr.core.errors import (
 )
 from npu_gr.core.kinds import KINDS, Kind, Routing
 from npu_gr.core.names import FIRST_HASHED
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.front import frames
 from npu_gr.front.engine import workers as engine_module
 from npu_gr.front.worker import remote_service as worker_module

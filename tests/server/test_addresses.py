@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from npu_gr.access.rules import PAGES, rules
 from npu_gr.core.errors import ConfigError
+from npu_gr.server.auth.rules import PAGES, rules
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.listener import ADMIN_CONNECTIONS, listeners

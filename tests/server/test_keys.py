@@ -13,9 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
-from npu_gr.access.rules import rules
 from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.metrics.registry import Metrics
+from npu_gr.server.auth.rules import rules
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug import profile
 from npu_gr.server.openapi import document

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.catalogue.item_names import FILE, ItemNames
+from npu_gr.catalogue.names import FILE, ItemNames
 from npu_gr.core.names import item_id, item_ids
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.server.codec.items import MOST_ITEMS

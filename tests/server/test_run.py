@@ -9,9 +9,9 @@ import signal
 import aiohttp
 from aiohttp import web
 
-from npu_gr.access.key_ring import KeyRing
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import Door
+from npu_gr.server.auth.key_ring import KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.run import serve

@@ -16,8 +16,8 @@ import aiohttp
 import pytest
 from prometheus_client import generate_latest
 
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
@@ -82,7 +82,7 @@ async def status(url: str, tls: ssl.SSLContext, path: str = "/healthz") -> int:
 async def test_the_new_certificate_is_served_without_a_restart(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("npu_gr.access.tls.LOOK_S", 0.01)
+    monkeypatch.setattr("npu_gr.core.tls.LOOK_S", 0.01)
     async with serving_tls(authority) as one:
         assert await status(one.url, authority.client()) == 200
         first = one.count("tls_certificate_expires_at_seconds", of="server")

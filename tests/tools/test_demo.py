@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_gr.catalogue.item_names import EMPTY
+from npu_gr.catalogue.names import EMPTY
 from npu_gr.features.interactions import Interactions
 from npu_gr.replay.report import Latencies, Report, report
 from npu_gr.tools.demo import longest_users

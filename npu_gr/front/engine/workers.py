@@ -10,7 +10,6 @@ from functools import partial
 from socket import socket
 from typing import Any
 
-from npu_gr.access.key_ring import KeyRefusal
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.errors import NotFound
 from npu_gr.core.feature_schema.schema import Feature
@@ -21,6 +20,7 @@ from npu_gr.front.engine.connection import Answers, WorkerConnection
 from npu_gr.front.engine.door import EngineDoor
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.door import PLACES
+from npu_gr.server.auth.key_ring import KeyRefusal
 from npu_gr.server.entrance.listener import State as ConnectionState
 from npu_gr.server.newest import NewestRequests
 from npu_gr.server.service_protocol import ServiceProtocol

@@ -12,10 +12,10 @@ from pathlib import Path
 from resource import getpagesize
 from typing import Any
 
-from npu_gr.access.tls import ServerTls
 from npu_gr.admission.door import Door
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.logs import num_lines_dropped
+from npu_gr.core.tls import ServerTls
 from npu_gr.front import frames
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.deltas import Gained

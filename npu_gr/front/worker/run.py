@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from npu_gr.access.browsers import is_loopback_name
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import Door
 from npu_gr.core.tasks import running
@@ -29,6 +28,7 @@ from npu_gr.front.worker.insight import RemoteInsight, RemoteRecorder
 from npu_gr.front.worker.remote_service import RemoteService
 from npu_gr.front.worker.reports import Reports
 from npu_gr.metrics.registry import Metrics
+from npu_gr.server.auth.browsers import is_loopback_name
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.runner import DoorRunner

@@ -22,11 +22,10 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from npu_gr.access.keys import ANYBODY, Key
-from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.admission.door import Slot, Ticket
 from npu_gr.core.errors import BadRequest, Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.core.kinds import Kind, Priority
+from npu_gr.server.auth.keys import ANYBODY, Key
 from npu_gr.server.entrance import answers
 from npu_gr.server.entrance.answering import Answering
 from npu_gr.server.entrance.entrance import Entrance
@@ -37,6 +36,7 @@ from npu_gr.server.entrance.listener import Listener, State
 from npu_gr.server.entrance.pacing import RETRY_S
 from npu_gr.server.entrance.shed_library import UP_BYTES, UP_RETRIES
 from npu_gr.server.entrance.shedding import Newcomer
+from npu_gr.server.tls_listener import bound_read_ahead
 
 REFUSED_AT_ONCE = 32  # pipelined requests; then the loop goes round, so that others are read, too
 READ_AHEAD_BYTES = 65_536  # of pipelined requests behind the one that is served

@@ -14,15 +14,15 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.rules import rules
-from npu_gr.access.throttle import Throttle
 from npu_gr.admission.door import Door
 from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.door import Ended
 from npu_gr.metrics.slo import is_promised
+from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.rules import rules
+from npu_gr.server.auth.throttle import Throttle
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance import answers, shed_library
 from npu_gr.server.entrance.listener import Listener, State, Visitor, listeners

@@ -12,8 +12,8 @@ import resource
 from enum import StrEnum, auto
 from typing import Protocol
 
-from npu_gr.access.browsers import is_loopback_name
-from npu_gr.access.rules import rules
+from npu_gr.server.auth.browsers import is_loopback_name
+from npu_gr.server.auth.rules import rules
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.pacing import Paced
 

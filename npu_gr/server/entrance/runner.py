@@ -11,13 +11,13 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.access.tls_listener import TlsListener
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.clear_listener import ClearListener
 from npu_gr.server.entrance.connection import Connection
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.entrance.sites import Accepting, Site
+from npu_gr.server.tls_listener import TlsListener
 
 _FOREVER_S = 86_400.0 * 365  # aiohttp's own keep-alive timer is not used: the entrance knows what a connection is doing
 

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from aiohttp import web
 
-from npu_gr.access.tls import ServerTls
 from npu_gr.core.sockets import listening_sockets
+from npu_gr.core.tls import ServerTls
 
 TLS = web.AppKey("tls", ServerTls)
 

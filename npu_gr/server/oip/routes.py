@@ -11,10 +11,10 @@ from functools import partial
 from aiohttp import web
 
 from npu_gr import __version__
-from npu_gr.access.key_ring import KeyRing
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.request import Answer
 from npu_gr.core.words import quoted
+from npu_gr.server.auth.key_ring import KeyRing
 from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.media import JSON
 from npu_gr.server.config import ServerConfig

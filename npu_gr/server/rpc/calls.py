@@ -20,9 +20,6 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.keys import ANYBODY, Key
-from npu_gr.access.throttle import Throttle
 from npu_gr.core.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -40,6 +37,9 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT, Trace
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest, Failure
+from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.keys import ANYBODY, Key
+from npu_gr.server.auth.throttle import Throttle
 from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.config import ServerConfig

@@ -13,9 +13,9 @@ from typing import Any
 
 import grpc
 
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.kinds import Scope
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.insight import Insight
 from npu_gr.server.rpc.calls import Calls, RpcCall, RpcShared, metadata_of, status_of

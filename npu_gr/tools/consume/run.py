@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from npu_gr.access.calling import calling_context
+from npu_gr.core.calling import calling_context
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.service.config import Config
 from npu_gr.tools.consume.consumer import RETRY_FIRST_S, RETRY_MOST_S, EventConsumer

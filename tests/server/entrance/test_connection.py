@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from npu_gr.access.tls import ServerTlsConfig
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.entrance.connection import REFUSED_AT_ONCE, Connection
 from npu_gr.server.entrance.entrance import ENTRANCE, Entrance

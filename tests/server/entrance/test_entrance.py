@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from npu_gr.access.key_ring import KeyRing
 from npu_gr.admission.config import AdmissionConfig
 from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import Refusal
 from npu_gr.core.kinds import RANK
+from npu_gr.server.auth.key_ring import KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.entrance.entrance import ON_ITS_WAY, Entrance
 from tests.server.fake import metrics_of_all_kinds

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from npu_gr.access import throttle
-from npu_gr.access.keys import hash_of
-from npu_gr.access.throttle import BURST
 from npu_gr.core.kinds import Scope
+from npu_gr.server.auth import throttle
+from npu_gr.server.auth.keys import hash_of
+from npu_gr.server.auth.throttle import BURST
 from tests.keys import entry, secret, write_keys
 from tests.server.entrance.test_connection import RANK, Raw, Site, site
 from tests.server.examples import EXAMPLES

@@ -16,10 +16,10 @@ import grpc
 import numpy as np
 import pytest
 
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError, NotTaken, Overloaded, UnknownPrefix
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind, Scope
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.rpc.messages import HEALTH, INFERENCE, OURS, message

@@ -1,4 +1,4 @@
-"""The table of names and titles: what went in comes out, and nothing that is broken is read."""
+"""The tables of names: what went in comes out, and nothing that is broken is read."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from npu_gr.catalogue import item_names
-from npu_gr.catalogue.item_names import EMPTY, FILE, ItemNames, names_of, titles_of
+from npu_gr.catalogue import names as tables
+from npu_gr.catalogue.names import ACTIONS_FILE, EMPTY, FILE, ItemNames, load_actions, names_of, titles_of
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import item_ids
 
@@ -44,7 +44,7 @@ def test_no_name_twice() -> None:
 
 
 def test_two_names_of_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_names, "item_ids", lambda names: np.zeros(len(names), np.int64))
+    monkeypatch.setattr(tables, "item_ids", lambda names: np.zeros(len(names), np.int64))
     with pytest.raises(DataError, match="'a' and 'b' have the same id"):
         ItemNames.make(["a", "b"])
 
@@ -103,7 +103,7 @@ def test_a_table_whose_texts_cannot_be_answered_is_refused(
 
 
 def test_texts_are_checked_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_names, "_BLOCK", 2)
+    monkeypatch.setattr(tables, "_BLOCK", 2)
     names = [f"ä{number}" for number in range(5)]
     ItemNames.make(names).save(tmp_path)
     table = ItemNames.load(tmp_path)
@@ -126,3 +126,21 @@ def test_the_same_file_is_in_memory_once(tmp_path: Path) -> None:
     assert loaded is ItemNames.load(tmp_path / "generator")
     ItemNames.make(["a"], ["B"]).save(tmp_path / "generator")
     assert loaded is not ItemNames.load(tmp_path / "generator")
+
+
+def test_without_a_file_actions_have_no_names(tmp_path: Path) -> None:
+    assert load_actions(tmp_path) is None
+
+
+def test_the_place_of_an_action_is_its_index(tmp_path: Path) -> None:
+    (tmp_path / ACTIONS_FILE).write_text('["view", "5"]')
+    found = load_actions(tmp_path)
+    assert found is not None
+    assert found.indices([5, "view"]).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '["a", "a"]', '["'])
+def test_a_broken_file_of_actions_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / ACTIONS_FILE).write_text(text)
+    with pytest.raises(DataError, match=ACTIONS_FILE):
+        load_actions(tmp_path)

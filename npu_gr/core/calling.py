@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import ssl
 
-from npu_gr.access.tls import ClientTlsConfig, client_context
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.tls import ClientTlsConfig, client_context
 
 CA = "NPU_GR_CA"
 CERTIFICATE = "NPU_GR_CERT"

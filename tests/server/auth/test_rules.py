@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from npu_gr.access.rules import rules
 from npu_gr.core.kinds import KINDS, Scope
+from npu_gr.server.auth.rules import rules
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, metrics_of_all_kinds
 

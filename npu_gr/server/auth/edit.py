@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from npu_gr.access.keys import KeyEntry, KeyFile, read_keys, written
 from npu_gr.core.errors import ConfigError
+from npu_gr.server.auth.keys import KeyEntry, KeyFile, read_keys, written
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:

@@ -20,7 +20,7 @@ from typing import Literal
 
 import msgspec
 
-from npu_gr.access.certificate import expires_at
+from npu_gr.core.certificate import expires_at
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.tasks import running
 

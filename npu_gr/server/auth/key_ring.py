@@ -15,11 +15,11 @@ from collections.abc import Callable
 from enum import StrEnum, auto
 from pathlib import Path
 
-from npu_gr.access.keys import ANYBODY, MIN_CHARACTERS, Key, parse_keys
 from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.core.kinds import Scope
 from npu_gr.core.logs import SeldomLog
+from npu_gr.server.auth.keys import ANYBODY, MIN_CHARACTERS, Key, parse_keys
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from npu_gr.access.certificate import expires_at
-from npu_gr.access.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
-from npu_gr.access.tls_listener import TlsListener
+from npu_gr.core.certificate import expires_at
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import from_table
 from npu_gr.core.sockets import listening_sockets
+from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
+from npu_gr.server.tls_listener import TlsListener
 from tests.certificates import Authority, Pair
 from tests.serving import until
 
@@ -141,7 +141,7 @@ async def test_nonsense_and_a_deleted_file_keep_the_old_certificate(authority: A
 
 
 async def test_files_are_followed(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.access.tls.LOOK_S", 0.01)
+    monkeypatch.setattr("npu_gr.core.tls.LOOK_S", 0.01)
     pair = authority.issue("127.0.0.1")
     tls = server_tls(pair)
     first = tls.expiry()

@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from npu_gr.access.keys import Key, KeyFile, hash_of, parse_keys, written
 from npu_gr.core.errors import ConfigError, Forbidden
 from npu_gr.core.kinds import Scope
+from npu_gr.server.auth.keys import Key, KeyFile, hash_of, parse_keys, written
 
 ENTRY = f"""
 keys:

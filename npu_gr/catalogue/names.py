@@ -1,6 +1,9 @@
-"""`ItemNames`: what the company calls each item, and the title that a person reads. A file beside every checkpoint.
+"""Tables of names, as files beside a checkpoint.
 
-An id below 2^62 is its own name (`core/names.py`), so an entry is needed only for hashed ids and for titles.
+`ItemNames`: what the company calls each item, and the title that a person reads. An id below 2^62 is its own name
+(`core/names.py`), so an entry is needed only for hashed ids and for titles.
+
+The actions of a generator: a Hugging Face folder has no place for their names. A ranker's checkpoint has them itself.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -19,9 +23,10 @@ from safetensors.numpy import load, save
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.names import is_hashed, item_ids
+from npu_gr.core.names import ActionNames, is_hashed, item_ids
 
 FILE = "names.safetensors"
+ACTIONS_FILE = "actions.json"  # a list of texts: the name of each index
 _BLOCK = 65_536  # texts that are checked at once
 
 
@@ -215,3 +220,21 @@ _in_memory: WeakValueDictionary[str, ItemNames] = WeakValueDictionary()
 
 EMPTY = ItemNames.make([])
 """Nothing has a name but its id."""
+
+
+def load_actions(folder: Path) -> ActionNames | None:
+    """Read `ACTIONS_FILE` of a folder; None = there is none.
+
+    Raises:
+        DataError: it is broken.
+    """
+    path = folder / ACTIONS_FILE
+    try:
+        names = msgspec.json.decode(path.read_bytes(), type=list[str])
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {error}") from error
+    if len(set(names)) != len(names):
+        raise DataError(f"{path}: a name stands there twice")
+    return ActionNames(names)

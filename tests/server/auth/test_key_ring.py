@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.access.key_ring import KeyRefusal, KeyRing
-from npu_gr.access.keys import ANYBODY, KeyEntry, KeyFile, hash_of, written
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Scope
+from npu_gr.server.auth.key_ring import KeyRefusal, KeyRing
+from npu_gr.server.auth.keys import ANYBODY, KeyEntry, KeyFile, hash_of, written
 from tests.clock import Clock
 
 SECRET = b"a-key-of-more-than-24-characters"
