@@ -28,7 +28,7 @@ from npu_gr.server.auth.rules import rules
 
 CONFIG = "haproxy.cfg"
 FOLDER = "{folder}"  # stands for the folder of the sockets, which the process knows: they have no relative paths
-SOCKETS = ("stats.sock", "peers.sock", "fan_out.sock")  # the runtime API, the stick table's way, `route.fan_out`
+STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # of the runtime API, and of `route.fan_out`
 QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for the instance
 PATIENCE = 5  # times its objective until an answer is late, and what may be sent again is sent to another instance
 LEAST_PATIENCE_S = 0.25
@@ -38,6 +38,7 @@ PACED_MS = 50  # a request that finds the queue full is refused after this time,
 _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")  # the router answers for itself
 _BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
+_ANSWERED = "  http-response set-var(txn.answered) bool(true)"  # so it is no answer of HAProxy's own
 _PROBLEMS = {
     400: "bad request",
     401: "unauthorized",
@@ -45,6 +46,7 @@ _PROBLEMS = {
     404: "not found",
     408: "request timeout",
     413: "too large",
+    429: "overloaded",
     500: "internal error",
     502: "bad gateway",
     503: "overloaded",
@@ -58,6 +60,7 @@ class Material:
 
     instances: list[InstanceConfig]
     keys: list[KeyEntry]  # in force
+    peer_port: int  # on loopback, for the stick table's way from the process before a reload
     has_certificate: bool = False  # `listen.pem` lies beside the file
     shows_certificate: bool = False  # `call.pem` does
 
@@ -66,7 +69,7 @@ def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
     """Return HAProxy's number of each instance: a hash of its name; the rare second one with the same takes the next."""
     found: dict[str, int] = {}
     for name in sorted(one.name for one in instances):
-        number = 1 + xxhash.xxh32_intdigest(name) % (2**31 - 2)
+        number = 1 + xxhash.xxh32_intdigest(name.encode()) % (2**31 - 2)
         while number in found.values():
             number += 1
         found[name] = number
@@ -97,7 +100,7 @@ def files(config: RouterConfig, material: Material, folder: str) -> dict[str, st
 def render(config: RouterConfig, material: Material) -> str:
     """Make HAProxy's file, for version 2.6 and later."""
     sections = (
-        _process(config),
+        _process(config, material),
         _frontend(config, material),
         _admin(config, material),
         _users(config, material),
@@ -107,8 +110,8 @@ def render(config: RouterConfig, material: Material) -> str:
     return "# written by `npu-gr route`; do not edit: it is written again when something changes\n" + "\n".join(sections)
 
 
-def _process(config: RouterConfig) -> str:
-    peers = config.peers or {"npu_gr": f"unix@{FOLDER}/peers.sock"}
+def _process(config: RouterConfig, material: Material) -> str:
+    peers = config.peers or {"npu_gr": f"127.0.0.1:{material.peer_port}"}
     local = config.peer or "npu_gr"
     lines = [f"  peer {name} {address}" for name, address in peers.items()]
     problems = "\n".join(
@@ -120,24 +123,23 @@ def _process(config: RouterConfig) -> str:
   default-path config
   nbthread {config.threads}
   maxconn {config.limits.max_connections}
+  no strict-limits  # fewer files than that are a warning, not a refusal to start
   tune.bufsize {config.limits.buffer_bytes}  # a body that fits is read whole first, and can be sent again
   tune.maxrewrite 1024
   tune.ssl.default-dh-param 2048
   ssl-default-bind-ciphers {CIPHERS}
   ssl-default-server-ciphers {CIPHERS}
-  stats socket unix@{FOLDER}/stats.sock mode 600 level admin
+  stats socket unix@{FOLDER}/{STATS} mode 600 level admin
   hard-stop-after {_ms(config.shutdown_timeout_s)}  # of the process before a reload, and at the end
   localpeer {local}
   set-var proc.draining bool(false)  # set for the grace after SIGTERM
   log stdout format raw local0 notice  # instances that go down and come up, not requests
 peers routers  # hand the stick table to the next process at a reload, and to the other routers
 {chr(10).join(lines)}
-http-errors problems
-{problems}
 defaults
   mode http
   log global
-  errorfiles problems
+{problems}
   timeout connect 250ms
   timeout check {_ms(config.health.timeout_s)}
   timeout client {_ms(config.max_budget_s)}
@@ -175,8 +177,9 @@ def _frontend(config: RouterConfig, material: Material) -> str:
   http-request del-header Forwarded
   http-request del-header X-Forwarded -m beg
   http-request set-header X-Forwarded-For %[src]
-  acl by_user path {" ".join(_paths(*_BY_USER))}
-{_patterns("by_user", *_BY_USER)}
+{_acl("by_user", _paths(*_BY_USER))}
+{_acl("follow", _paths(Routing.FOLLOW))}
+  http-request set-var(txn.follow) bool(true) if follow
   acl normal req.hdr(x-npugr-service) -m str normal
   # a slow sender holds no instance; a header that names the user saves reading the body for it
   http-request wait-for-body time {_ms(config.header_timeout_s)} if METH_POST
@@ -223,10 +226,9 @@ def _users(config: RouterConfig, material: Material) -> str:
         f"  http-request set-timeout server {_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
         f"if {{ {_on(kind)} }}"
         for kind in KINDS.values()
-        if kind.routing is Routing.FOLLOW
+        if kind.routing in (Routing.FOLLOW, Routing.SIGNAL)
     )
     servers = "\n".join(f"  {_server(one, number[one.name])}{_agent(one)}" for one in special)
-    follow = _paths(Routing.FOLLOW)
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
     return f"""backend users  # signals, ranks and all else that is one user's
   balance hash var(txn.user)
@@ -235,12 +237,10 @@ def _users(config: RouterConfig, material: Material) -> str:
   stick-table type string len 128 size {config.relay.max_remembered} expire {_ms(config.relay.t_life_s)} peers routers
   stick store-request var(txn.user) if {signal}
   stick match var(txn.user) unless {signal}
-  acl follow path {" ".join(follow)}
-{_patterns("follow", Routing.FOLLOW)}
   # a signal that an instance has begun is never sent twice, nor is a write: they get another try only where there was
   # no connection. A rank that got no answer, or one from an instance that starts or drains, goes to another instance.
   retry-on conn-failure empty-response response-timeout 503
-  http-request disable-l7-retry unless follow
+  http-request disable-l7-retry unless {{ var(txn.follow) -m bool }}
 {late}
 {_check(config, material)}
   default-server slowstart {_ms(health.return_s)} observe layer7 error-limit {health.failures} on-error mark-down \
@@ -258,8 +258,7 @@ def _any(config: RouterConfig, material: Material) -> str:
   balance leastconn
   timeout queue 1s
   retry-on conn-failure empty-response 503
-  acl again path {" ".join(_paths(Routing.FOLLOW))}
-  http-request disable-l7-retry unless again or METH_GET
+  http-request disable-l7-retry unless METH_GET or {{ var(txn.follow) -m bool }}
 {_check(config, material)}
   default-server maxconn {8 * config.limits.instance_inflight}
 {_told()}
@@ -270,8 +269,8 @@ def _any(config: RouterConfig, material: Material) -> str:
 def _everywhere(config: RouterConfig, material: Material) -> str:
     return f"""backend everywhere  # erasures and changes of the catalogue: `npu-gr route` sends them to every instance
   retries 0
-  timeout server {_ms(config.max_budget_s)}
-  server fan_out unix@{FOLDER}/fan_out.sock maxconn 64
+{_ANSWERED}
+  server fan_out unix@{FOLDER}/{FAN_OUT} maxconn 64
 """
 
 
@@ -328,23 +327,22 @@ def _allowed() -> str:
     for method, paths in by_method.items():
         names.append(f"is_{method} on_{method}")
         lines.append(f"  acl is_{method} method {'GET HEAD' if method == 'GET' else method}")
-        plain = [path for path in paths if "{" not in path]
-        lines += [f"  acl on_{method} path {' '.join(plain)}"] if plain else []
-        lines += [f"  acl on_{method} path_reg {_pattern(path)}" for path in paths if "{" in path]
+        lines.append(_acl(f"on_{method}", paths))
     refusal = f"content-type application/problem+json string '{_problem('not found')}'"
     lines.append(f"  http-request return status 404 {refusal} unless {' or '.join(names)}")
     return "\n".join(lines)
 
 
 def _told() -> str:
-    """Say which instance answered; and for the router's own answers, 429 where it only had no room."""
-    return """  http-response set-header X-NpuGr-Instance %[srv_name]
+    """Say which instance answered."""
+    return f"""{_ANSWERED}
+  http-response set-header X-NpuGr-Instance %[srv_name]
   http-response del-header X-NpuGr-Placement"""
 
 
 def _overloaded(backend: str) -> str:
     """A request that waited too long is refused for load, which is no error of the service: 429, and when to retry."""
-    own = "!{ res.hdr(x-npugr-instance) -m found }"
+    own = "!{ var(txn.answered) -m bool }"
     return f"""  http-after-response set-status 429 reason "Too Many Requests" if {{ status 503 }} {own} {{ nbsrv({backend}) gt 0 }}
   http-after-response set-header Retry-After 1 if {{ status 429 503 }} {own}
   http-after-response set-header Retry-After-Ms %[rand(75),add(20)] if {{ status 429 }} {own}"""
@@ -392,14 +390,16 @@ def _server_tls(tls: ClientTlsConfig | None, shows_certificate: bool) -> str:
 
 
 def _paths(*routings: Routing) -> list[str]:
-    """List the paths without parameters of the kinds that are routed like this."""
-    return [path for kind in KINDS.values() if kind.routing in routings for path in kind.paths if "{" not in path]
+    """List the paths of the kinds that are routed like this."""
+    return [path for kind in KINDS.values() if kind.routing in routings for path in kind.paths]
 
 
-def _patterns(name: str, *routings: Routing) -> str:
-    """Write the rest of an access list: the paths with parameters."""
-    kinds = [kind for kind in KINDS.values() if kind.routing in routings]
-    return "\n".join(f"  acl {name} path_reg {_pattern(path)}" for kind in kinds for path in kind.paths if "{" in path)
+def _acl(name: str, paths: Iterable[str]) -> str:
+    """Write an access list: paths, and regular expressions of those with parameters."""
+    plain = [path for path in paths if "{" not in path]
+    patterns = [_pattern(path) for path in paths if "{" in path]
+    lines = [f"  acl {name} path {' '.join(plain)}"] if plain else []
+    return "\n".join(lines + ([f"  acl {name} path_reg {' '.join(patterns)}"] if patterns else []))
 
 
 def _pattern(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,12 +19,11 @@ from typing import Any
 import aiohttp
 import yaml
 
-from npu_gr.router.config import InstanceConfig
-from npu_gr.router.members import ring_of
 from tests.models import events
 from tests.serving import columns, write_checkpoint
 
 LEAD_S = 0.08
+RETURN_S = 1.0
 USERS = [f"user-{i}" for i in range(90)]
 HISTORIES = [columns(events(48, seed)) for seed in range(len(USERS))]
 HITS = ("hbm_hit", "joined", "dram_hit")
@@ -77,11 +77,10 @@ class Times:
     slack_s: float = 0.5  # an answer later than the deadline and that is none
     check_s: float = 0.4  # an instance's, to answer a check
     t_life_s: float = 3.0
-    slow_ratio: float = 5.0
     waits: bool = False  # a rank for its signal's answer
 
 
-LIGHT = Times(budget_s=4.0, slack_s=3.0, check_s=1.5, t_life_s=1.0, slow_ratio=1e6, waits=True)
+LIGHT = Times(budget_s=4.0, slack_s=3.0, check_s=1.5, t_life_s=1.0, waits=True)
 
 
 class Fleet:
@@ -105,7 +104,7 @@ class Fleet:
         port = self._ports.setdefault(name, free_port())
         log = self._folder / f"{name}.log"
         if self._is_light:
-            self.instances[name] = Process(log, "tests.router.light", name, str(port), checkpoint)
+            self.instances[name] = Process(log, "tests.route.light", name, str(port), checkpoint)
             self.instances[name].start()
             return
         table = {
@@ -129,51 +128,55 @@ class Fleet:
         path.with_suffix(".new").write_text(yaml.safe_dump({"instances": rows}))
         path.with_suffix(".new").replace(path)
 
-    def start_router(self) -> None:
+    def configure(self, **more: Any) -> None:
+        """Write the router's settings."""
         table = {
             "port": self.port,
             "admin_port": self.admin_port,
+            "objective_s": 0.2 if self._is_light else 0.05,
             "discovery": {"file": str(self._folder / "instances.yaml"), "period_s": 0.2},
-            "health": {"interval_s": 0.25, "timeout_s": self.times.check_s},
-            "breaker": {
-                "return_s": 1.5,
-                "open_s": 1.0,
-                "slow_min_requests": 3,
-                "slow_ratio": self.times.slow_ratio,
-            },
+            "health": {"interval_s": 0.25, "timeout_s": self.times.check_s, "return_s": RETURN_S},
             "relay": {"t_life_s": self.times.t_life_s},
+            **more,
         }
-        (self._folder / "router.yaml").write_text(yaml.safe_dump(table))
+        path = self._folder / "router.yaml"
+        path.with_suffix(".new").write_text(yaml.safe_dump(table))
+        path.with_suffix(".new").replace(path)
+
+    def start_router(self) -> None:
+        self.configure()
         self.router.start()
 
-    def home(self, user: str, names: Iterable[str]) -> str:
-        return ring_of([InstanceConfig(name=n, host="h", port=1) for n in names]).owner(user.encode())
+    def num_reloads(self) -> int:
+        """How often the router has said that HAProxy has reloaded."""
+        return (self._folder / "router.log").read_text().count("reloaded:")
 
-    async def rows(self) -> list[dict[str, Any]]:
-        url = f"http://127.0.0.1:{self.admin_port}/instances"
-        async with aiohttp.request("GET", url) as answer:
-            found: list[dict[str, Any]] = (await answer.json())["instances"]
-            return found
+    async def states(self) -> dict[str, str]:
+        """The state of each instance as HAProxy's metrics have it, by name."""
+        async with aiohttp.request("GET", f"http://127.0.0.1:{self.admin_port}/metrics") as answer:
+            text = await answer.text()
+        found = re.findall(r'^haproxy_server_status\{proxy="users",server="(\w+)",state="(\w+)"\} 1$', text, re.MULTILINE)
+        return dict(found)
 
-    async def admin(self, path: str) -> None:
-        async with aiohttp.request("POST", f"http://127.0.0.1:{self.admin_port}/{path}") as answer:
-            assert answer.status == 200, await answer.text()
-
-    async def until(self, claim: Callable[[list[dict[str, Any]]], bool], timeout_s: float = 60.0) -> float:
+    async def until(self, claim: Callable[[dict[str, str]], bool], timeout_s: float = 60.0) -> float:
         """Wait until the router's view of the instances fulfils the claim. Returns the seconds that it took."""
         began_at = time.monotonic()
         while True:
             with suppress(aiohttp.ClientError, OSError):
-                rows = await self.rows()
-                if claim(rows):
+                if claim(await self.states()):
                     return time.monotonic() - began_at
             if time.monotonic() - began_at > timeout_s:
-                raise AssertionError(f"not within {timeout_s} s: {await self.rows()}")
+                raise AssertionError(f"not within {timeout_s} s: {await self.states()}")
             await asyncio.sleep(0.05)
 
     async def whole(self, num: int) -> float:
-        """Wait until `num` instances get all their users."""
-        return await self.until(lambda rows: sum(r["health"] == "up" and r["share"] == 1.0 for r in rows) == num)
+        """Wait until `num` instances are up."""
+        return await self.until(lambda states: sum(state == "UP" for state in states.values()) == num)
+
+    def begun(self) -> Counter[str]:
+        """How often light instances have begun each signal, by its id."""
+        texts = [path.read_text() for path in self._folder.glob("?.log")]
+        return Counter(line for text in texts for line in text.splitlines() if line.startswith("signal-"))
 
     def end(self) -> None:
         for process in (self.router, *self.instances.values()):
@@ -230,16 +233,15 @@ class Load:
         await asyncio.gather(*self._pairs)
 
     async def _pair(self, http: aiohttp.ClientSession, due_at: float, index: int) -> None:
-        """Send one pair. The rank does not wait for the signal's answer; every second rank brings the placement."""
+        """Send one pair. In the long run the rank does not wait for its signal's answer."""
         user = USERS[index]
         history = HISTORIES[index]
-        first = asyncio.create_task(self._send(http, "signal", user, due_at, {"history": history}, {}))
+        first = asyncio.create_task(self._send(http, "signal", user, due_at, {"history": history}))
         lead_s = max(0.0, due_at + LEAD_S - time.monotonic())
         await asyncio.wait([first], timeout=None if self._times.waits else lead_s)
         await asyncio.sleep(due_at + LEAD_S - time.monotonic())
-        headers = first.result() if first.done() and index % 2 else {}
         body = {"history": history, "candidates": [1000 + i for i in range(8)]}
-        await self._send(http, "rank", user, due_at + LEAD_S, body, headers)
+        await self._send(http, "rank", user, due_at + LEAD_S, body)
         await first
 
     async def _send(
@@ -249,21 +251,18 @@ class Load:
         user: str,
         due_at: float,
         body: dict[str, Any],
-        headers: dict[str, str],
-    ) -> dict[str, str]:
-        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": f"{self._times.budget_s * 1e3:.0f}", **headers}
+    ) -> None:
+        budget_ms = f"{self._times.budget_s * 1e3:.0f}"
+        headers = {"X-User-Id": user, "X-Request-Timeout-Ms": budget_ms, "X-Request-Id": f"{kind}-{due_at}"}
         timeout = aiohttp.ClientTimeout(total=self._times.budget_s + self._times.slack_s)
         status = 0
         instance = ""
         answer = {}
-        brings = {}
         try:
             url = self._url + kind
             async with http.post(url, json={"user_id": user, **body}, headers=headers, timeout=timeout) as got:
                 status, instance = got.status, got.headers.get("X-NpuGr-Instance", "")
-                answer = await got.json(content_type=None)
-                if "X-NpuGr-Placement" in got.headers:
-                    brings = {"X-NpuGr-Placement": got.headers["X-NpuGr-Placement"]}
+                answer = await got.json(content_type=None) or {}
         except (aiohttp.ClientError, TimeoutError):
             status = 0
         sample = Sample(
@@ -277,7 +276,6 @@ class Load:
             version=str(answer.get("model_version", "")),
         )
         self.samples.append(sample)
-        return brings
 
 
 class Window:

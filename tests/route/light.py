@@ -1,4 +1,4 @@
-"""python -m tests.router.light NAME PORT VERSION: an instance without a model, for faults that need a process.
+"""python -m tests.route.light NAME PORT VERSION: an instance without a model, for faults that need a process.
 
 It remembers for some seconds who was signalled, and drains as a real instance does. Ready in half a second.
 """
@@ -29,6 +29,7 @@ async def main(name: str, port: int, version: str) -> None:
     async def signal(request: web.Request) -> web.Response:
         if is_draining:
             return web.Response(status=503, headers={NOT_TAKEN: "1"})
+        print(request.headers["X-Request-Id"], flush=True)  # noqa: T201  (the test counts them)
         await request.read()
         prefixes[request.headers["X-User-Id"]] = time.monotonic() + T_LIFE_S
         return web.json_response({"model_version": version}, status=202)
