@@ -69,7 +69,7 @@ LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index
 # The messages of the endpoint picker, by the oldest protoc whose output the extra `picker` allows.
 proto: $(VENV)/installed
 	$(BIN)/uv tool run --from grpcio-tools==1.74.0 python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
-	  npu_gr/router/picker/external_processor.proto
+	  npu_gr/route/external_processor.proto
 
 # what is in the image, as CycloneDX: build/sbom.json
 sbom: $(VENV)/installed

@@ -329,7 +329,7 @@ async def routing(read: Callable[[], RouterConfig]) -> AsyncIterator[tuple[Route
         if route.config.picker is not None:
             from npu_gr.route.picker import picking
 
-            await stack.enter_async_context(picking(route))
+            await stack.enter_async_context(picking(route.config, lambda: (route.way, route.listed)))
         yield route, proxy
 
 
