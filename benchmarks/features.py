@@ -27,7 +27,7 @@ from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events
 from npu_gr.core.request import RankRequest
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import LateFeatures, RankEngine, RankPass

@@ -25,7 +25,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native
 from npu_gr.core.errors import ConfigError
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.segment import Past, Segment
 

@@ -23,12 +23,12 @@ import numpy as np
 
 from benchmarks.door_servers import Server, Traffic, free_port, place_checkpoint, process
 from benchmarks.line import Line, percentiles, timed_in_turn
-from benchmarks.wire import inference_message, our_message, raw_infer
+from benchmarks.wire import inference_message, raw_infer
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.http import HEADER_LENGTH
-from npu_gr.server.rpc.messages import INFERENCE, OURS, message
+from npu_gr.server.rpc.inference import INFERENCE, message
 
 BASELINE = "/v1, raw msgpack"
 NUM_CPU = 200  # ranks whose CPU is read together
@@ -114,7 +114,6 @@ def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task
     lists = msgspec.json.encode(body)
     head, data = raw_infer(body["user_id"], candidates, columns, {"binary_data_output": True})
     inferred = inference_message(body["user_id"], candidates, columns)
-    ours = our_message(body["user_id"], candidates, columns)
 
     def of_infer(told: tuple[bytes, str | None]) -> bytes:
         begins_at = int(told[1] or 0)
@@ -124,7 +123,7 @@ def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task
     def of_json(told: tuple[bytes, str | None]) -> bytes:
         return np.array(msgspec.json.decode(told[0])["scores"][task], np.float32).tobytes()
 
-    answers = message("inference.ModelInferResponse"), message("npu_gr.v1.RankAnswer")
+    answers = message("inference.ModelInferResponse")
     raw_headers = {"Content-Type": OCTETS, HEADER_LENGTH: str(len(head))}
     both = {"Content-Type": MSGPACK, "Accept": MSGPACK}
     return [
@@ -134,12 +133,7 @@ def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task
         _Way(
             "infer over gRPC, raw",
             lambda: call(f"/{INFERENCE}/ModelInfer", inferred),
-            lambda one: bytes(answers[0].FromString(one).raw_output_contents[0]),
-        ),
-        _Way(
-            "our gRPC, raw",
-            lambda: call(f"/{OURS}/Rank", ours),
-            lambda one: np.array(answers[1].FromString(one).scores[task].values, np.float32).tobytes(),
+            lambda one: bytes(answers.FromString(one).raw_output_contents[0]),
         ),
     ]
 

@@ -16,7 +16,7 @@ from benchmarks.line import Line, percentiles, timed_in_turn
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.segment import Past, Segment

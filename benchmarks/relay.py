@@ -50,7 +50,7 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.core.history import UserKey
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import TriggerConfig
 from npu_gr.replay.convert import read_mooncake
 
 PARTS = ("arms", "longest", "trigger")

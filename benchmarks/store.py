@@ -16,9 +16,8 @@ import torch
 from benchmarks.line import Line, percentiles
 from npu_gr.core.history import UserKey
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramStore
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
+from npu_gr.engine.kv.tier import DramStore, PrefixKey
 
 FEW = 10_000
 MANY = 1_000_000

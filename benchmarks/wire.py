@@ -25,15 +25,13 @@ from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.kinds import RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import RankRequest
-from npu_gr.server.codec.media import JSON, MSGPACK, convert, decode
+from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.oip.http import read as read_infer
 from npu_gr.server.oip.models import MODELS, InferRequest
 from npu_gr.server.oip.tensors import pack
-from npu_gr.server.rpc.inference import inputs_of
-from npu_gr.server.rpc.messages import INFERENCE, OURS, message
-from npu_gr.server.rpc.shapes import shapes_of, table_of
+from npu_gr.server.rpc.inference import INFERENCE, inputs_of, message
 
 LENGTHS = (1024, 16_384)  # events of a history
 CANDIDATES = 500
@@ -87,7 +85,6 @@ def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
         "msgpack raw": (msgspec.msgpack.encode(body(lambda a: a.tobytes())), MSGPACK),
         "infer raw": (head + data, str(len(head))),
         "infer gRPC": (inference_message("u", candidates, columns), INFERENCE),
-        "our gRPC": (our_message("u", candidates, columns), OURS),
     }
 
 
@@ -115,16 +112,6 @@ def inference_message(user: str, candidates: I64, columns: Mapping[str, npt.NDAr
     return made
 
 
-def our_message(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Make a rank of our own gRPC service."""
-    made: bytes = message("npu_gr.v1.RankRequest")(
-        user_id=user,
-        candidates={"raw": candidates.tobytes()},
-        history={name: {"raw": column.tobytes()} for name, column in columns.items()},
-    ).SerializeToString()
-    return made
-
-
 def _tensors(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]) -> list[tuple[str, str, int, bytes]]:
     named = {"candidates": candidates} | {f"history.{name}": column for name, column in columns.items()}
     listed = [(name, f"INT{8 * one.itemsize}", len(one), one.tobytes()) for name, one in named.items()]
@@ -133,9 +120,6 @@ def _tensors(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]
 
 def read(body: bytes, media: str, config: ServerConfig) -> RankRequest:
     """Read a form: its media type, how many bytes of an infer are JSON, or the service whose message it is."""
-    if media == OURS:
-        asked = message("npu_gr.v1.RankRequest").FromString(body)
-        return parse(convert(table_of(asked, _SHAPES, "", config), RankBody), config, _NAMES)
     if media == INFERENCE:
         made = message("inference.ModelInferRequest").FromString(body)
         infer = InferRequest("", inputs_of(made), {}, ())
@@ -143,9 +127,6 @@ def read(body: bytes, media: str, config: ServerConfig) -> RankRequest:
     if media.isdigit():
         return parse(MODELS[RANK.name].body(read_infer(body, media).infer, None, config), config, _NAMES)
     return parse(decode(body, media, RankBody), config, _NAMES)
-
-
-_SHAPES = shapes_of(RankBody)
 
 
 def texts(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:

@@ -23,7 +23,7 @@ from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
 from npu_gr.server.entrance.runner import DoorRunner
-from npu_gr.server.rpc.opening import RPC
+from npu_gr.server.rpc.server import RPC
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, from_table
 from npu_gr.service.service import Service

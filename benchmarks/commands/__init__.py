@@ -19,7 +19,6 @@ from benchmarks.commands.entrance import (
     bench_front,
     bench_metrics,
     bench_protocols,
-    bench_router,
     bench_wire,
 )
 from benchmarks.commands.training import bench_match_train, bench_quality
@@ -33,7 +32,7 @@ def bench() -> None:
 for _command in (
     *(bench_rank, bench_features, bench_generate, bench_match, bench_kernels, bench_twin, bench_store),
     *(bench_cascade, bench_trunk, bench_relay),
-    *(bench_wire, bench_metrics, bench_protocols, bench_front, bench_door, bench_router),
+    *(bench_wire, bench_metrics, bench_protocols, bench_front, bench_door),
     *(bench_quality, bench_match_train),
 ):
     bench.add_command(_command)

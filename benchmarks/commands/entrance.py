@@ -138,17 +138,3 @@ def bench_door(
         seed=seed,
     )
     show(lines(options), "cpu", seed, as_json)
-
-
-@click.command("router")
-@AS_JSON_LINES
-@SEED
-@click.option("--seconds", default=10.0, show_default=True)
-@click.option("--picker", is_flag=True, help="Measure what asking the endpoint picker adds to Envoy instead.")
-def bench_router(as_json: bool, seed: int, seconds: float, picker: bool) -> None:
-    """Measure what the router adds to a call, beside Envoy if it is installed."""
-    from benchmarks import picker as picker_bench
-    from benchmarks import router as router_bench
-
-    made = picker_bench.lines(seed, seconds) if picker else router_bench.lines(seed, seconds)
-    show(made, "cpu", seed, as_json)

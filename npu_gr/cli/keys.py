@@ -22,7 +22,7 @@ def keys() -> None:
     """Make, list and revoke API keys. Who reads the file has new keys, and forgets revoked ones, within a second."""
 
 
-@keys.command("new")
+@keys.command("new", short_help="Make a key, add it to the file, and print it.")
 @click.argument("name")
 @KEY_FILE
 @click.option("--tenant", required=True, help="Whose data it is for; '*' = the tenant that each request names.")
@@ -59,7 +59,7 @@ def new_key(
         click.echo(key)
 
 
-@keys.command("list")
+@keys.command("list", short_help="List the keys of a file.")
 @KEY_FILE
 def list_keys(path: Path) -> None:
     """List the keys of a file: name, beginning of the hash, tenant, scopes, rate, end."""

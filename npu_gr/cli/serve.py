@@ -1,4 +1,4 @@
-"""npu-gr serve, route and check-config: the two kinds of processes, and the configuration of one."""
+"""npu-gr serve, route, check-config and config: the two kinds of processes, and the configuration of one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def route(config_path: Path, overrides: tuple[str, ...], prints: bool) -> None:
     _serve(lambda: run(config_path, overrides))
 
 
-@click.command("check-config")
+@click.command("check-config", short_help="Check a configuration and all that it names.")
 @CONFIG
 @SET
 @click.option("--syntax-only", is_flag=True, help="Open nothing that it names: for machines without the files.")
@@ -68,6 +68,23 @@ def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: boo
     if not is_well(found):
         click.echo(f"relative paths begin at {Path.cwd()}", err=True)
         sys.exit(1)
+
+
+@click.command(short_help="Print a configuration to begin with, or its schema.")
+@click.argument("kind", default="instance", type=click.Choice(["instance", "router", "simulation"]))
+@click.option("--schema", "what", flag_value="schema", help="Print its JSON Schema instead, for editors and for CI.")
+@click.option("--reference", "what", flag_value="reference", help="Print docs/configuration.md instead.")
+def config(kind: str, what: str | None) -> None:
+    """Print a configuration of KIND with every key and its meaning: npu-gr config > serve.yaml.
+
+    Its first line names the schema, by which editors complete and check it.
+    """
+    from npu_gr.tools import config_docs
+
+    if what == "reference":
+        click.echo(config_docs.reference(), nl=False)
+    else:
+        click.echo(config_docs.schema_text(kind) if what == "schema" else config_docs.example(kind), nl=False)
 
 
 def _serve(work: Callable[[], Any]) -> None:

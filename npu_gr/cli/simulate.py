@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     S = TypeVar("S", bound=msgspec.Struct)
 
 
-@click.group(cls=RunByDefault)
+@click.group(cls=RunByDefault, short_help="Predict a fleet on a virtual clock.")
 def simulate() -> None:
     """Predict a fleet on a virtual clock (`run`, the default command), or measure what a prediction needs."""
 
 
-@simulate.command("run")
+@simulate.command("run", short_help="Simulate instances behind the router.")
 @click.option("--config", "config_path", required=True, type=FILE, help="Settings, as in configs/simulate.yaml.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. qps=2000.")
 @click.option("--log", type=FILE, help="Simulate the traffic of a query log instead of the model of users.")
@@ -112,7 +112,7 @@ def _section(given: S | str, kind: type[S]) -> S:
     return load(Path(given), kind) if isinstance(given, str) else given
 
 
-@simulate.command("fit-users")
+@simulate.command("fit-users", short_help="Fit the model of users to a query log.")
 @click.argument("log", type=FILE)
 @click.option(
     "--num-users", type=click.IntRange(1), help="Size of the whole population; default: the users of the LOG."
@@ -128,7 +128,7 @@ def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
     click.echo(out.read_text(), nl=False)
 
 
-@simulate.command("fit-device")
+@simulate.command("fit-device", short_help="Fit a device's profile to a running instance.")
 @click.argument("log", type=FILE)
 @click.option(
     "--url", default="http://127.0.0.1:8080", show_default=True, help="A running instance that does nothing else."

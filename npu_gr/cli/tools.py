@@ -1,4 +1,4 @@
-"""npu-gr calibrate, doctor, dashboards, bundle, judge, demo and monitor: tools around a service."""
+"""npu-gr calibrate, doctor, build-ops, dashboards, judge and demo: tools around a service."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
-from npu_gr.core.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-DEMO_FOLDER = click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
-DEMO_THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT, help="For training.")
-DEMO_SET = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option, as train all does."
-)
 PORT = click.IntRange(1, 65535)
 
 
-@click.command()
+@click.command(short_help="Measure what the trigger must know of this machine.")
 @CONFIG
 @SET
 @click.option("--log", type=FILE, help="A query log: lengths of histories, and time until a rank.")
@@ -40,7 +34,7 @@ def calibrate(
     import torch
     import yaml
 
-    from npu_gr.relay.calibration import beside
+    from npu_gr.relay.config import beside
     from npu_gr.replay.files import read
     from npu_gr.tools.calibrate import LogTraffic, traffic
     from npu_gr.tools.calibrate import calibrate as work
@@ -54,7 +48,7 @@ def calibrate(
     click.echo(f"{text}in {path}")
 
 
-@click.command()
+@click.command(short_help="Say which of our ops work on this machine.")
 @AS_JSON
 @click.option("--backend", default=None, help="The backend that must work; by default whatever is there.")
 @click.option("--hstu-library", type=FILE, help="Huawei's paged attention, to check it too: the setting of that name.")
@@ -132,35 +126,23 @@ def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
         click.echo(path)
 
 
-@click.command()
-@click.option("--url", default="http://127.0.0.1:8081", show_default=True, help="Of an instance's or a router's admin.")
-@click.option("--out", default="npu_gr-bundle.tar.gz", show_default=True, type=FILE, help="File to write.")
-@API_KEY
-def bundle(url: str, out: Path, api_key: str | None) -> None:
-    """Fetch what a report of a fault needs: configuration, versions, metrics, stacks, newest requests and log lines."""
-    import shutil
-    import urllib.request
-    from urllib.error import URLError
+@click.command("build-ops", short_help="Build the native kernels of a CPU or an Ascend NPU.")
+@click.option("--cpu", "device", flag_value="cpu", help="With g++ or clang++, where pip install found no compiler.")
+@click.option("--ascend", "device", flag_value="ascend", help="On a machine with CANN.")
+@click.option("--soc", help="The chip, e.g. ascend910b1; also from SOC_VERSION. npu-smi info names it.")
+@click.option("--out", type=FILE, help="Folder of the library; by default where the backend looks for it.")
+def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:
+    """Build the kernels from the sources that ship with this installation. --cpu or --ascend says for what."""
+    from npu_gr.tools.build_ops import build_ascend, build_cpu, build_door
 
-    from npu_gr.core.calling import calling_context, calling_headers
-
-    headers = calling_headers(api_key)
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: {url}: expected http://host:port or https://host")
-    asked = urllib.request.Request(f"{url.rstrip('/')}/debug/bundle", headers=headers)  # noqa: S310  (checked above)
-    part = out.with_name(f"{out.name}.part")
-    try:
-        opened = urllib.request.urlopen(asked, timeout=60, context=calling_context())  # noqa: S310  # nosec B310
-        with opened as answer, part.open("wb") as file:
-            shutil.copyfileobj(answer, file)
-        part.replace(out)
-    except (URLError, OSError, ValueError) as error:
-        part.unlink(missing_ok=True)
-        raise Unavailable(f"no bundle from {url}: {error}") from error
-    click.echo(out)
+    if device is None:
+        raise click.UsageError("say --cpu or --ascend")
+    click.echo(build_cpu(out) if device == "cpu" else build_ascend(out, soc))
+    if device == "cpu" and sys.platform == "linux":
+        click.echo(build_door(out))
 
 
-@click.command()
+@click.command(short_help="Evaluate a running service on users' last events.")
 @click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="Of a service with a cascade.")
 @click.option("--admin-url", default="http://127.0.0.1:8081", show_default=True, help="Its admin address.")
 @click.argument("log", required=False, type=FILE)
@@ -212,40 +194,39 @@ def judge(
     run_async(work)
 
 
-@click.command()
-@DEMO_FOLDER
-@DEMO_THREADS
-@DEMO_SET
+@click.command(short_help="Train, serve and replay MovieLens-100K, and report.")
+@click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
+@click.option("--threads", default=2, show_default=True, type=THREAD_COUNT, help="For training.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option, as train all does.")
 @click.option("--limit", type=click.IntRange(1), help="Replay only so many records.")
 @click.option("--longest", type=click.IntRange(1), help="Replay only so many users, those with the longest histories.")
-def demo(folder: Path, threads: int, overrides: tuple[str, ...], limit: int | None, longest: int | None) -> None:
+@click.option("--monitor", "is_monitored", is_flag=True, help="Replay until Ctrl-C, beside Prometheus and dashboards.")
+@click.option("--port", default=8080, show_default=True, type=PORT, help="With --monitor.")
+@click.option("--admin-port", default=8081, show_default=True, type=PORT, help="With --monitor.")
+@click.option("--prometheus-port", default=9090, show_default=True, type=PORT, help="With --monitor.")
+def demo(
+    folder: Path,
+    threads: int,
+    overrides: tuple[str, ...],
+    limit: int | None,
+    longest: int | None,
+    is_monitored: bool,
+    port: int,
+    admin_port: int,
+    prometheus_port: int,
+) -> None:
     """Run prepare, train all and serve on MovieLens-100K, replay the users' held-out traffic, and recommend films."""
     from npu_gr.tools.demo import make, run
+    from npu_gr.tools.monitor import check_machine, monitor
 
+    if is_monitored:  # before anything is trained
+        check_machine({"--port": port, "--admin-port": admin_port, "--prometheus-port": prometheus_port})
     console = _wide_console()
-    made = make(folder, console, overrides, threads)
-    run_async(lambda: run(made, console, limit, longest))
-
-
-@click.command()
-@DEMO_FOLDER
-@click.option("--port", default=8080, show_default=True, type=PORT)
-@click.option("--admin-port", default=8081, show_default=True, type=PORT)
-@click.option("--prometheus-port", default=9090, show_default=True, type=PORT)
-@DEMO_THREADS
-@DEMO_SET
-def monitor(
-    folder: Path, port: int, admin_port: int, prometheus_port: int, threads: int, overrides: tuple[str, ...]
-) -> None:
-    """Serve the demo's models under replay until Ctrl-C, beside a Prometheus and with dashboards to open."""
-    from npu_gr.tools.demo import make
-    from npu_gr.tools.monitor import check_machine, run
-
-    # before anything is trained
-    check_machine({"--port": port, "--admin-port": admin_port, "--prometheus-port": prometheus_port})
-    console = _wide_console()
-    made = make(folder.resolve(), console, overrides, threads)
-    run_async(lambda: run(made, console, port, admin_port, prometheus_port))
+    made = make(folder.resolve() if is_monitored else folder, console, overrides, threads)
+    if is_monitored:
+        run_async(lambda: monitor(made, console, port, admin_port, prometheus_port))
+    else:
+        run_async(lambda: run(made, console, limit, longest))
 
 
 def _wide_console() -> Console:

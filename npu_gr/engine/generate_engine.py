@@ -29,11 +29,10 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.engine.beam_search import BeamQuery, BeamResult, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.job import Demand, JobOrder, JobResult, JobStep
-from npu_gr.engine.kv.arena import KVArena, Slab
-from npu_gr.engine.kv.beam_arena import BeamArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.arena import BeamArena, KVArena, Slab
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks, proof_order
+from npu_gr.engine.queue import Demand, JobOrder, JobResult, JobStep
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.generative import GenerativeModel, LayerSlabs
 

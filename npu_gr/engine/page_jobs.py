@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from npu_gr.backend.base import Backend
-from npu_gr.engine.cost import CostModel
-from npu_gr.engine.job import JobOrder, JobResult
+from npu_gr.engine.cost import CostModel, RunningQuantile
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
-from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.queue import JobOrder, JobResult
 from npu_gr.engine.scheduler import Scheduler
 
 LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this

@@ -26,10 +26,10 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.job import Demand, JobOrder, JobStep
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
+from npu_gr.engine.queue import Demand, JobOrder, JobStep
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU

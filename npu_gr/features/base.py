@@ -42,7 +42,7 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     kind: Literal["embedded", "redis", "none"] = "embedded"
     path: str = "history.db"  # embedded: the file; its folder is made
-    url: SecretUrl = SecretUrl("redis://127.0.0.1:6379/0")  # redis; rediss:// is over TLS
+    url: SecretUrl | None = None  # redis; None = redis://127.0.0.1:6379/0; rediss:// is over TLS
     tls: RedisTlsConfig | None = None  # of rediss://
     max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536  # older ones are given up
     # of an event: 4 a number, 8 a name; as many names as any event of the write has
@@ -64,6 +64,11 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if self.tls is not None and not str(self.url).startswith("rediss://"):
             raise ValueError("tls: needs a url that begins with rediss://")
+
+    @property
+    def redis_url(self) -> SecretUrl:
+        """Where Redis is."""
+        return self.url or SecretUrl("redis://127.0.0.1:6379/0")
 
 
 class StoredHistory(NamedTuple):

@@ -81,7 +81,7 @@ class EmbeddedStore:
             except sqlite3.Error as error:
                 raise ConfigError(
                     f"features.path: {self._path} cannot be used: {error}; "
-                    f"`npu-gr store repair {self._path} --out NEW` saves what is left"
+                    f"`npu-gr store {self._path} --repair NEW` saves what is left"
                 ) from error
             self._files = files.pop_all()
         self._sample_disk()

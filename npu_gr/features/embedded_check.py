@@ -52,7 +52,7 @@ def quick_check(db: sqlite3.Connection, path: Path, limit_s: float) -> int:
     if found.num_damaged:
         log.error(
             "history store %s: %d damaged places (%s of it was checked); the users concerned are answered without it: "
-            "`npu-gr store check %s` says more, `npu-gr store repair` saves what is whole",
+            "`npu-gr store %s` says more, `npu-gr store --repair NEW` saves what is whole",
             *(path, found.num_damaged, extent, path),
         )
     else:

@@ -83,25 +83,25 @@ class RedisStore:
             raise ConfigError("features.kind: redis needs pip install 'npu_gr[redis]'") from error
         try:
             pool = BlockingConnectionPool.from_url(
-                config.url.reveal(),
+                config.redis_url.reveal(),
                 max_connections=2 * config.max_calls,  # reads, and as many appends and erasures; others wait
                 timeout=config.timeout_s,
                 socket_timeout=config.timeout_s,
                 socket_connect_timeout=config.timeout_s,
                 retry=Retry(NoBackoff(), 0),
-                **tls_options(str(config.url), config.tls),
+                **tls_options(str(config.redis_url), config.tls),
                 **_unnamed(),
             )
         except ValueError:  # its text may hold a piece of the password
-            raise ConfigError(f"features.url: {config.url} is no address of a Redis: {_HOW}") from None
-        if is_in_clear(str(config.url)):
+            raise ConfigError(f"features.url: {config.redis_url} is no address of a Redis: {_HOW}") from None
+        if is_in_clear(str(config.redis_url)):
             log.warning("features.url: histories cross the network in clear; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
             await store._run(store._client.ping())
         except StoreFailed as error:
             await store.close()
-            raise ConfigError(f"features.url: no answer from {config.url}: {error}") from None
+            raise ConfigError(f"features.url: no answer from {config.redis_url}: {error}") from None
         return store
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:

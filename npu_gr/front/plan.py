@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from npu_gr.core import settings
-from npu_gr.core.environment import PREFIX
+from npu_gr.core.settings import PREFIX
 from npu_gr.server.config import ServerConfig
 
 

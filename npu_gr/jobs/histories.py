@@ -90,7 +90,7 @@ class Histories:
         on_failure: FailurePolicy,
         metrics: Metrics,
         action_names: Callable[[], Sequence[str]] = tuple,
-        on_unsorted: Callable[[], OnUnsorted] = lambda: "refuse",
+        on_unsorted: OnUnsorted = "refuse",
         of_users: UserFeatures | None = None,
     ) -> None:
         """Read nothing yet.
@@ -102,7 +102,7 @@ class Histories:
             on_failure: what a request gets whose history cannot be read.
             metrics: where degraded reads are counted.
             action_names: of the ranker in service; none = nobody says what the numbers of actions mean.
-            on_unsorted: what becomes of a delta that begins before its base ends.
+            on_unsorted: what becomes of rows that run backwards in time.
             of_users: features of users that requests do not bring; None = they are missing.
         """
         self.store = store
@@ -111,15 +111,18 @@ class Histories:
         self._on_failure = on_failure
         self._metrics = metrics
         self._action_names = action_names
-        self._on_unsorted = on_unsorted
+        self.on_unsorted = on_unsorted
         self._of_users = of_users
         self._num_named = 0  # actions that the store is known to have under our names
         self._num_erasures = 0  # begun or ended
 
-    def reconfigure(self, cache_bytes: int, cut_step_tokens: int, tenant_weights: Mapping[str, float]) -> None:
+    def reconfigure(
+        self, cache_bytes: int, cut_step_tokens: int, tenant_weights: Mapping[str, float], on_unsorted: OnUnsorted
+    ) -> None:
         """Apply other settings from now on; what is remembered stays as far as it fits."""
         self.cache.resize(cache_bytes, tenant_weights)
         self._cut_step_tokens = cut_step_tokens
+        self.on_unsorted = on_unsorted
 
     async def read(
         self,
@@ -167,7 +170,7 @@ class Histories:
             return None if ref.events is None else StoredHistory(ref.events, 0)
         if ref.events is None:
             return StoredHistory(base.events, base.first_index)
-        events = oldest_first(base.events + ref.events, self._on_unsorted(), "history", base=len(base.events))
+        events = oldest_first(base.events + ref.events, self.on_unsorted, "history", base=len(base.events))
         return StoredHistory(events, base.first_index)
 
     async def _stored(self, user: UserKey, window_events: int) -> StoredHistory:

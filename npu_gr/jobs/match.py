@@ -25,7 +25,7 @@ from npu_gr.core.published import Published
 from npu_gr.core.request import MatchAnswer, MatchRequest
 from npu_gr.core.served import VectorsInfo
 from npu_gr.core.words import quoted
-from npu_gr.engine.job import NOTHING, Demand, JobResult
+from npu_gr.engine.queue import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.coverage import Before, anything

@@ -29,7 +29,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.feature_schema.encode import Encoded, FeatureEncoder
 from npu_gr.core.words import quoted
-from npu_gr.engine.job import JobOrder
+from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.model.item_rows import NewItems
 

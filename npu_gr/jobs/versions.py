@@ -26,6 +26,7 @@ from npu_gr.core.served import ModelInfo
 from npu_gr.core.time_order import OnUnsorted
 from npu_gr.core.words import quoted
 from npu_gr.jobs.generation import Generation
+from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.scored_items import Commit
@@ -224,24 +225,22 @@ class Versions:
 class ServedNames:
     """The tables of all versions together: an id is one item's, so whichever table has it names it. Event loop only."""
 
-    def __init__(
-        self, unsorted_history: Callable[[], OnUnsorted], versions: Versions, vectors: ServedVectors | None
-    ) -> None:
+    def __init__(self, histories: Histories, versions: Versions, vectors: ServedVectors | None) -> None:
         """Read the tables where they are served.
 
         Args:
-            unsorted_history: the setting in force.
+            histories: whose rows may run backwards in time.
             versions: of ranker and generator.
             vectors: None = the instance does not match.
         """
-        self._unsorted_history = unsorted_history
+        self._histories = histories
         self._versions = versions
         self._vectors = vectors
 
     @property
     def unsorted_history(self) -> OnUnsorted:
         """What becomes of a history whose rows run backwards in time."""
-        return self._unsorted_history()
+        return self._histories.on_unsorted
 
     def actions(self, version: str | None) -> ActionNames | None:
         """Return the actions of a version of the ranker, or without one the generator's; None = they have no names.

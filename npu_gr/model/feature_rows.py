@@ -2,7 +2,7 @@
 
     row = sum of the table's rows (a multi-valued feature: their mean) + numbers @ W
 
-A row depends on its own values alone, so a cached prefix stays exact. `feature_schema/encode.py` makes the values.
+A row depends on its own values alone, so a cached prefix stays exact. `core/feature_schema/encode.py` makes the values.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class HSTU(nn.Module):
     codes: ItemCodeRows  # only with `item_codes`
     item_feature_codes: Tensor
     item_feature_numbers: Tensor
-    factors_of_items: Tensor  # only with `mf_score`, as is the next one; see `feature_schema/factors.py`
+    factors_of_items: Tensor  # only with `mf_score`, as is the next one; see `core/feature_schema/factors.py`
     factors_of_actions: Tensor
 
     def __init__(self, config: HSTUConfig) -> None:

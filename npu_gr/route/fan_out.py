@@ -168,7 +168,9 @@ def _parsed(text: str) -> object:
         return text
 
 
-def fan_out_app(way: Callable[[], Way], instances: Callable[[], list[InstanceConfig]], timeout_s: float) -> web.Application:
+def fan_out_app(
+    way: Callable[[], Way], instances: Callable[[], list[InstanceConfig]], timeout_s: float
+) -> web.Application:
     """Make the application behind HAProxy's backend `everywhere`. What may be asked, HAProxy has decided.
 
     Args:

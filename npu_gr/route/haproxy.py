@@ -107,7 +107,9 @@ def render(config: RouterConfig, material: Material) -> str:
         _any(config, material),
         _everywhere(config, material),
     )
-    return "# written by `npu-gr route`; do not edit: it is written again when something changes\n" + "\n".join(sections)
+    return "# written by `npu-gr route`; do not edit: it is written again when something changes\n" + "\n".join(
+        sections
+    )
 
 
 def _process(config: RouterConfig, material: Material) -> str:
@@ -199,7 +201,9 @@ if by_user !named !normal
 
 
 def _admin(config: RouterConfig, material: Material) -> str:
-    tls = "" if is_loopback_name(config.admin_host) else _bind_tls(_without_clients(config.tls), material.has_certificate)
+    tls = (
+        "" if is_loopback_name(config.admin_host) else _bind_tls(_without_clients(config.tls), material.has_certificate)
+    )
     changes = " ".join(sorted({path for (_, path), rule in rules().items() if _changes_all(path, rule.is_admin)}))
     metrics = "http-request use-service prometheus-exporter if { path /metrics } METH_GET"
     return f"""frontend admin  # metrics, and what changes every instance

@@ -109,7 +109,9 @@ class Fleet:
                 if endpoint is not None:
                     self.endpoints[name] = endpoint
                 self._failures[name] = 0 if is_ready else self._failures[name] + 1
-        self.ready = {one.name for one in listed if self._failures[one.name] < self._fall and one.name in self.endpoints}
+        self.ready = {
+            one.name for one in listed if self._failures[one.name] < self._fall and one.name in self.endpoints
+        }
 
     def choose(self, routing: Routing | None, user: bytes, subset: set[str] | None) -> list[str]:
         """Choose the instance for a request, and for what may be sent again a second one.
@@ -316,7 +318,9 @@ def _streamed(chunk: bytes, is_last: bool, *, is_answer: bool) -> list[pb.Proces
         is_end = is_last and start + CHUNK_BYTES >= len(chunk)
         piece = pb.StreamedBodyResponse(body=chunk[start : start + CHUNK_BYTES], end_of_stream=is_end)
         body = pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece)))
-        made.append(pb.ProcessingResponse(response_body=body) if is_answer else pb.ProcessingResponse(request_body=body))
+        made.append(
+            pb.ProcessingResponse(response_body=body) if is_answer else pb.ProcessingResponse(request_body=body)
+        )
     return made
 
 

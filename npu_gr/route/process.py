@@ -364,6 +364,22 @@ async def run(path: Path, overrides: Sequence[str] = ()) -> None:
     log.info("stopped")
 
 
+async def tried(config: RouterConfig) -> str:
+    """Let HAProxy check what would be written, in a folder that is gone afterwards.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ConfigError: it cannot be made, or HAProxy refuses it.
+    """
+    with tempfile.TemporaryDirectory(prefix="npu_gr") as folder:
+        proxy = Proxy(Path(folder))
+        route = Route(lambda: config, proxy)
+        await proxy.put(await route.made_now())
+        return f"HAProxy takes the file for {len(route.listed)} instances"
+
+
 async def shown(path: Path, overrides: Sequence[str] = ()) -> str:
     """Make HAProxy's file as it would be written now.
 

@@ -29,7 +29,7 @@ from npu_gr.server.middleware import around, middleware
 from npu_gr.server.observability_routes import ObservabilityRoutes
 from npu_gr.server.oip.routes import InferenceRoutes
 from npu_gr.server.reading import Reader
-from npu_gr.server.rpc.opening import RPC, open_rpc
+from npu_gr.server.rpc.server import RPC, open_rpc
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -94,7 +94,7 @@ def build_web_app(
     app.cleanup_ctx.append(background)
     app[ENTRANCE] = entrance
     if config.grpc_port is not None:
-        app[RPC] = open_rpc(service, config, metrics, entrance, access_log, tracing or Tracing(), reader, shown)
+        app[RPC] = open_rpc(service, config, metrics, keys, access_log, tracing or Tracing(), shown)
     if tls is not None:
         app[TLS] = tls
         process.observe_certificate("server", tls.expiry)

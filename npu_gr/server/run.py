@@ -20,7 +20,7 @@ from npu_gr.server.entrance.entrance import ENTRANCE
 from npu_gr.server.entrance.listener import Listener
 from npu_gr.server.entrance.runner import DoorRunner
 from npu_gr.server.entrance.sites import TLS
-from npu_gr.server.rpc.opening import RPC
+from npu_gr.server.rpc.server import RPC
 
 log = logging.getLogger(__name__)
 

@@ -144,7 +144,7 @@ async def opened(
                 histories=shared.histories,
                 catalogue=CatalogueOfGenerator(versions, coverage, metrics.reloads),
                 vectors=VectorsOfMatch(shared.vectors, coverage, metrics.reloads),
-                names=ServedNames(lambda: settings.config.service.unsorted_history, versions, shared.vectors),
+                names=ServedNames(shared.histories, versions, shared.vectors),
                 metrics=metrics,
             )
         )
@@ -271,7 +271,7 @@ def _histories(
         config.features.on_failure,
         metrics,
         lambda: () if versions.rankers is None else versions.rankers.current.model.actions,
-        lambda: settings.config.service.unsorted_history,
+        config.service.unsorted_history,
         of_users,
     )
 

@@ -27,13 +27,13 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.served import AttentionWay, ModelInfo
 from npu_gr.engine.attention import possible
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
-from npu_gr.engine.job import JobResult
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramStore
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tier import DramStore
 from npu_gr.engine.kv.tiers import open_tiers
 from npu_gr.engine.page_jobs import PageJobs
+from npu_gr.engine.queue import JobResult
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_generator, check_weights
 from npu_gr.engine.scheduler import Scheduler
@@ -48,7 +48,7 @@ from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.generative import GenerativeModel
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.relay.calibration import Calibration
+from npu_gr.relay.config import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
 from npu_gr.service.prove import SELF_TEST_TOKENS, choose_attention, lent, prove

@@ -22,9 +22,7 @@ from npu_gr.jobs.cascade_plan import SECTIONS, RecommendConfig
 from npu_gr.jobs.config import GenerateConfig, RankingConfig
 from npu_gr.matching.config import MatchConfig
 from npu_gr.metrics.slo import Objective
-from npu_gr.relay.calibration import Calibration, beside
-from npu_gr.relay.config import RelayConfig
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig, beside
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.config import ServerConfig
 

@@ -210,7 +210,10 @@ class Reload:
         self._scheduler.weigh(new.admission.tenant_weights)
         self._brownout.reconfigure(new.brownout)
         self._histories.reconfigure(
-            new.service.known_prefix_bytes, new.service.cut_step_tokens, new.admission.tenant_weights
+            new.service.known_prefix_bytes,
+            new.service.cut_step_tokens,
+            new.admission.tenant_weights,
+            new.service.unsorted_history,
         )
         self._settings.config = new
 

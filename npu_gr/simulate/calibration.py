@@ -8,7 +8,7 @@ import msgspec
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import load
-from npu_gr.relay.calibration import Calibration
+from npu_gr.relay.config import Calibration
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 
 

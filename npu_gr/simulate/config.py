@@ -10,14 +10,12 @@ import yaml
 
 from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.admission.config import AdmissionConfig
+from npu_gr.core.setting_types import IN_BYTES
 from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero
-from npu_gr.core.units import IN_BYTES
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.relay.calibration import Calibration
-from npu_gr.relay.config import RelayConfig
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig
 
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -12,12 +12,11 @@ import numpy as np
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.kinds import RANK
-from npu_gr.engine.cost import CostModel
-from npu_gr.engine.job import Demand, Job, JobOrder, JobResult, JobStep
+from npu_gr.engine.cost import CostModel, RunningQuantile
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.page_jobs import chunks
-from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.queue import Demand, Job, JobOrder, JobResult, JobStep
 from npu_gr.simulate.config import DeviceProfile
 from npu_gr.simulate.scheduler import PassTimes, RankWork, VirtualScheduler, run_nothing
 

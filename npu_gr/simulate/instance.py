@@ -19,7 +19,7 @@ from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.tiers import open_tiers
 from npu_gr.relay.relay import Relay
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
-from npu_gr.engine.job import Job
-from npu_gr.engine.queue import JobQueue, SchedulerConfig
+from npu_gr.engine.queue import Job, JobQueue, SchedulerConfig
 from npu_gr.simulate.config import DeviceProfile
 
 FASTEST = 0.1  # of the time by the cost model: noise makes no pass faster than that

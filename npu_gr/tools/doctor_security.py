@@ -21,8 +21,8 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Scope
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.tls import ServerTlsConfig
-from npu_gr.router import config as router_config
-from npu_gr.router.config import RouterConfig
+from npu_gr.route import config as router_config
+from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig
 from npu_gr.server.auth.browsers import is_loopback_name
 from npu_gr.server.auth.keys import Key, KeyEntry, in_utc, read_keys
 from npu_gr.server.auth.rules import rules
@@ -109,9 +109,19 @@ def examine_router(config: RouterConfig) -> list[WayIn]:
         *_address("router.admin", config.admin_host, config.admin_port, ADMIN, keys, admin_tls),
         *_keys(keys),
         *_instances(config),
+        *_peers(config),
     ]
+    if (picker := config.picker) is not None:
+        picker_tls = picker.tls or tls
+        found.append(_picker(picker, picker_tls))
+        if picker.tls is not None:
+            found += _private("picker.tls.key", Path(picker.tls.key), allowed=0o040)
     if tls is not None:
         found += _private("tls.key", Path(tls.key), allowed=0o040)
+    if config.instances_tls is not None and config.instances_tls.key is not None:
+        found += _private("instances_tls.key", Path(config.instances_tls.key), allowed=0o040)
+    if config.discovery.file is not None:
+        found += _writable_by_others("discovery.file", Path(config.discovery.file))
     return found
 
 
@@ -201,7 +211,7 @@ def _key(entry: KeyEntry) -> WayIn:
 def _store(config: Config) -> Iterator[WayIn]:
     features = config.features
     if features.kind == "redis":
-        yield from _redis(features.url)
+        yield from _redis(features.redis_url)
     elif features.kind == "embedded":
         for path in (Path(features.path + ending) for ending in ("", "-wal", "-shm")):
             yield from _private("features.path", path)
@@ -263,6 +273,7 @@ def _call(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
 def _instances(config: RouterConfig) -> Iterator[WayIn]:
     discovery = config.discovery
     hosts = [instance.host for instance in discovery.instances]
+    agents = [instance for instance in discovery.instances if instance.agent_port]
     if discovery.dns is not None:
         hosts.append(discovery.dns.host)
     if discovery.file is not None:
@@ -280,3 +291,52 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
                 "who listens on the way reads keys and histories",
                 "set instances_tls: {ca, certificate, key}, and server.tls on the instances",
             )
+    yield from map(_agent, agents)
+
+
+def _agent(one: InstanceConfig) -> WayIn:
+    what = f"agent {one.host}:{one.agent_port}"
+    if is_loopback_name(one.host):
+        return WayIn(what, Openness.LOCAL, "in clear on this machine; says how many requests the instance takes")
+    return WayIn(
+        what,
+        Openness.LOCAL,
+        "in clear, as HAProxy has it; who is on the way can drain the instance, and reads nothing of a user",
+        "let only the routers reach it",
+    )
+
+
+def _picker(picker: PickerConfig, tls: ServerTlsConfig | None) -> WayIn:
+    what = f"router.picker {picker.host}:{picker.port}"
+    whom = "chooses instances, and learns where a user lives"
+    if is_loopback_name(picker.host):
+        return WayIn(what, Openness.LOCAL, f"whoever is on this machine {whom}")
+    if tls is not None and tls.client_ca:
+        return WayIn(what, Openness.CLOSED, "gateways that have a certificate")
+    return WayIn(what, Openness.OPEN, f"whoever reaches it {whom}", "set picker.tls: {certificate, key, client_ca}")
+
+
+def _peers(config: RouterConfig) -> Iterator[WayIn]:
+    for name, address in config.peers.items():
+        host = address.rpartition(":")[0]
+        if is_loopback_name(host):
+            yield WayIn(f"peers.{name} {address}", Openness.LOCAL, "in clear on this machine; names of users")
+        else:
+            yield WayIn(
+                f"peers.{name} {address}",
+                Openness.OPEN,
+                "whoever reaches it reads the names of users, and says where their ranks go",
+                "let only the routers reach it, or leave `peers` out",
+            )
+
+
+def _writable_by_others(setting: str, path: Path) -> Iterator[WayIn]:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return
+    if mode & 0o022:
+        whom = f"others can send requests elsewhere: its mode is {mode:o}"
+        yield WayIn(f"{setting} {path}", Openness.OPEN, whom, f"chmod go-w {path}")
+    else:
+        yield WayIn(f"{setting} {path}", Openness.CLOSED, "only its owner can change where requests go")

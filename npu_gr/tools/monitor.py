@@ -1,4 +1,4 @@
-"""`npu-gr monitor`: the demo's service under replay, a Prometheus that scrapes it, and the dashboards to open.
+"""`npu-gr demo --monitor`: the demo's service under replay, a Prometheus that scrapes it, and the dashboards to open.
 
 Prometheus is a program of its own (Debian: `prometheus`). Grafana is in neither Debian nor PyPI, so the command writes
 what a Grafana needs to provision itself, and says how to start one.
@@ -34,7 +34,7 @@ _HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then htt
   or import the JSON files into a Grafana of yours"""
 
 
-async def run(made: demo.MadeDemo, console: Console, port: int, admin_port: int, prometheus_port: int) -> None:
+async def monitor(made: demo.MadeDemo, console: Console, port: int, admin_port: int, prometheus_port: int) -> None:
     """Serve, scrape, and replay the traffic over and over, until Ctrl-C.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import store
+from tests.engine.kv.invariants import check_dram
 
 
 def test_a_line_of_small_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,5 +17,5 @@ def test_a_line_of_small_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "100 entries" in line.case
     tier = store.FullTier(10, 0)
     tier.turns()
-    tier.store.check()
+    check_dram(tier.store)
     assert len(tier.store) == 10

@@ -15,7 +15,7 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.case for line in found] == [
         f"L={length} M=500 {form}"
         for length in (8, 64)
-        for form in ("JSON raw", "msgpack raw", "infer raw", "infer gRPC", "our gRPC", "client")
+        for form in ("JSON raw", "msgpack raw", "infer raw", "infer gRPC", "client")
     ]
     for line in found:
         assert line.ratio == pytest.approx(line.baseline_value / line.ours)

@@ -12,7 +12,7 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.history import Events
 from npu_gr.core.settings import load
 from npu_gr.engine.cost import CostModel
-from npu_gr.relay.calibration import Calibration
+from npu_gr.relay.config import Calibration
 from npu_gr.replay.files import write
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.simulate.calibration import calibrated

@@ -57,17 +57,13 @@ async def test_a_replay_in_two_processes(authority: Authority, instance: Running
     assert answered[0] > 0, text
 
 
-async def test_a_bundle(authority: Authority, instance: Running, tmp_path: Path) -> None:
-    out = tmp_path / "bundle.tar.gz"
-    words = ("bundle", "--url", instance.admin_url, "--out", str(out))
+async def test_a_status_of_the_recorder(authority: Authority, instance: Running) -> None:
+    words = ("record", "--status", "--url", instance.admin_url)
     code, text = await run(*files(authority), *words)
-    assert code == 0, text
-    assert out.stat().st_size > 0
-    out.unlink()
+    assert (code, text) == (2, "npu-gr: the service answered 404: Not Found\n")  # it was asked, and has no recorder
     code, text = await run(*words)  # trusts nobody
     assert code == 2
-    assert "no bundle from" in text
-    assert not out.exists()
+    assert "certificate" in text.lower(), text
 
 
 def test_files_that_cannot_be_used_are_refused(

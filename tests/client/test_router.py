@@ -9,8 +9,8 @@ import pytest
 
 from npu_gr.client import AsyncClient, Behaviours
 from npu_gr.core.settings import from_table
-from npu_gr.router.config import RouterConfig
-from npu_gr.router.run import listening
+from npu_gr.route.config import RouterConfig
+from npu_gr.route.run import listening
 from tests.client.shop import NAMES, shop
 
 SEEN = Behaviours([NAMES[1], NAMES[2]], ["view", "cart"], [1_700_000_000, 1_700_000_060])

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from npu_gr.cli.main import main
-from npu_gr.router.config import load as load_router
+from npu_gr.route.config import load as load_router
 from npu_gr.server.config import ServerConfig
 from tests.sources import ROOT
 

@@ -19,7 +19,7 @@ from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, ItemSearch, PromptKV
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.segment import Past, Segment

@@ -20,7 +20,7 @@ from npu_gr.core.history import HistoryReport
 from npu_gr.core.served import AttentionWay
 from npu_gr.engine.attention import Trial, choose_way, fastest, possible
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.scheduler import Scheduler

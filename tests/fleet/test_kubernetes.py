@@ -20,8 +20,8 @@ from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.core.settings import from_table as settings_from_table
 from npu_gr.core.settings import override
 from npu_gr.metrics.registry import Metrics
-from npu_gr.router.config import PickerConfig, RouterConfig
-from npu_gr.router.discovery import InstancesFile
+from npu_gr.route.config import PickerConfig, RouterConfig
+from npu_gr.route.discovery import InstancesFile
 from npu_gr.service.config import Config, SLOConfig, from_table
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"

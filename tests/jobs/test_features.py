@@ -29,7 +29,7 @@ from npu_gr.core.request import (
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load
-from npu_gr.relay.inventory import Inventory
+from npu_gr.relay.lookup import Inventory
 from npu_gr.service.service import Service
 from tests.features_of import every_feature, random_features, row, values
 from tests.models import CPU

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.segment import Past
 from tests.models import CPU, NONE, Request, Store, cached, full, tiny_model
 

@@ -155,7 +155,9 @@ class Fleet:
         """The state of each instance as HAProxy's metrics have it, by name."""
         async with aiohttp.request("GET", f"http://127.0.0.1:{self.admin_port}/metrics") as answer:
             text = await answer.text()
-        found = re.findall(r'^haproxy_server_status\{proxy="users",server="(\w+)",state="(\w+)"\} 1$', text, re.MULTILINE)
+        found = re.findall(
+            r'^haproxy_server_status\{proxy="users",server="(\w+)",state="(\w+)"\} 1$', text, re.MULTILINE
+        )
         return dict(found)
 
     async def until(self, claim: Callable[[dict[str, str]], bool], timeout_s: float = 60.0) -> float:

@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.fleet.ray_serve import QUEUE_DEPTH, RayOptions, RayReplica, wanted
+from npu_gr.route.ray_serve import QUEUE_DEPTH, RayOptions, RayReplica, wanted
 from npu_gr.service.config import to_table
 from tests.models import events
-from tests.router.chaos import free_port
+from tests.route.fake import free_port
 from tests.serving import FIRST_ID, columns, make_config, write_checkpoint
 
 OPTIONS = RayOptions(2, 6, target_queue_depth=8.0, max_late_ratio=0.01)

@@ -22,11 +22,10 @@ from npu_gr.front.wire import decoder, encoder, wire_of
 from npu_gr.replay.body import encode
 from npu_gr.replay.files import read
 from npu_gr.server.codec.media import MSGPACK
-from npu_gr.server.rpc.messages import INFERENCE, OURS, message
 from tests.features_of import random_features, values
 from tests.models import events
 from tests.server.oip.inputs import Input, infer_message, inputs_of
-from tests.server.rpc.rig import call
+from tests.server.rpc.rig import INFER, call
 from tests.serving import FIRST_ID, columns, free_port, serving, write_checkpoint
 
 SHOWN_AT = 1_700_000_000
@@ -81,16 +80,6 @@ def rank(user: str, **more: Any) -> dict[str, Any]:
     return {"user_id": user, "candidates": CANDIDATES, "timestamp": SHOWN_AT, **more}
 
 
-def hashed(history: dict[str, Any]) -> dict[str, Any]:
-    """A history as gRPC's own messages have it, features raw."""
-    return {
-        "items": {"ids": history["items"]},
-        "actions": {"names": [str(one) for one in history["actions"]]},
-        "timestamps": {"seconds": history["timestamps"]},
-        "features": {name: {"raw": column} for name, column in history["features"].items()},
-    }
-
-
 async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tuple[Feature, ...]) -> None:
     client, channel = http
     sent = Sent(features, 31, 1)
@@ -132,13 +121,8 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
         assert (told["num_added"], told["num_failed"]) == (sent.num, 0)
         same(await send("/v1/rank", rank(f"merged{place}")))
 
-    made = message("npu_gr.v1.EventsRequest")(user_id="grpc", events=hashed(sent.raw()))
-    assert (await call(channel, f"/{OURS}/Events", made, "npu_gr.v1.EventsAnswer")).num_events == sent.num
-    same(await json_call("/v1/rank", rank("grpc")))
     inputs = [*inputs_of(rank("oip", history=bare)), Input("history.features", "BYTES", [json.dumps(sent.cells)])]
-    told = await call(
-        channel, f"/{INFERENCE}/ModelInfer", infer_message("rank", inputs), "inference.ModelInferResponse"
-    )
+    told = await call(channel, INFER, infer_message("rank", inputs), "inference.ModelInferResponse")
     raws = dict(zip((one.name for one in told.outputs), told.raw_output_contents, strict=True))
     for task, scores in want["scores"].items():
         assert np.frombuffer(raws[f"scores.{task}"], "<f4").tolist() == scores

@@ -1,4 +1,4 @@
-"""npu-gr import hstu, then POST /v1/rank: the logits are those that the other project's code gave."""
+"""npu-gr import, then POST /v1/rank: the logits are those that the other project's code gave."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from npu_gr.cli.import_ import FAMILIES
 from npu_gr.cli.main import main
+from npu_gr.cli.train import FAMILIES
 from npu_gr.model.imported.families import FAMILIES as KNOWN
 from tests.model.imported.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture
 from tests.server.test_recommend_over_http import post

@@ -16,8 +16,7 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DeviceError
-from npu_gr.engine.job import Job
-from npu_gr.engine.queue import JobQueue
+from npu_gr.engine.queue import Job, JobQueue
 from npu_gr.jobs.hook import HookContext
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
@@ -269,7 +268,7 @@ async def nothing_held(service: Service) -> None:
         await job.relay.settled()
         pool = job.relay.tiers.pool
         assert pool.reserved_bytes == 0
-        assert not any(entry.leases for entry in pool._published.values())
+        assert not any(entry.leases for entry in pool._found.values())
 
 
 async def test_a_cold_user_gets_what_is_popular(folder: Path) -> None:

@@ -219,7 +219,7 @@ async def test_any_way_to_the_prefix_gives_the_same(
     folder: Path, count: int, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cold, hit, extended, signalled, reloaded from DRAM, without a relay, and beside others: C5."""
-    monkeypatch.setattr("npu_gr.relay.inventory.reload_pays", lambda *_: True)  # a short prefix is computed as fast
+    monkeypatch.setattr("npu_gr.relay.lookup.reload_pays", lambda *_: True)  # a short prefix is computed as fast
     own = history(count, seed=count)
     async with serving(folder, relay={"enabled": False}, **section()) as (client, _):
         want = await recommend(client, history=own, num_items=NUM)
@@ -240,7 +240,7 @@ async def test_any_way_to_the_prefix_gives_the_same(
             answers["delta"] = await recommend(client, user_id="d", base=base, history=newer, num_items=NUM)
             await service.versions.ranker().relay.settled()
             pool = service.versions.ranker().relay.tiers.pool
-            for entry in list(pool._published.values()):
+            for entry in list(pool._found.values()):
                 pool.drop(entry)
             answers["dram"] = await recommend(client, history=own, num_items=NUM)
             if not sections:
@@ -339,7 +339,7 @@ async def nothing_held(service: Service) -> None:
     relay = service.versions.ranker().relay
     await relay.settled()
     assert relay.tiers.pool.reserved_bytes == 0
-    assert not any(entry.leases for entry in relay.tiers.pool._published.values())
+    assert not any(entry.leases for entry in relay.tiers.pool._found.values())
 
 
 async def fails(*_: object) -> None:

@@ -16,8 +16,7 @@ from npu_gr.core.settings import from_table
 from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.metrics.slo import Result
-from npu_gr.relay.config import RelayConfig
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.capacity import search
 from npu_gr.simulate.config import (
@@ -30,6 +29,7 @@ from npu_gr.simulate.config import (
 from npu_gr.simulate.engine import SimulatedPrefix
 from npu_gr.simulate.fleet import Fleet, FleetResult, simulate
 from npu_gr.simulate.users import TrafficRequest, signals_and_ranks, visits
+from tests.engine.kv.invariants import check_dram, check_pool
 
 TOKEN_BYTES = 64
 DEVICE = DeviceProfile(a0_s=0.001, a1_s=1e-5, b0_s=1e-5, b1_s=0.0, kv_token_bytes=TOKEN_BYTES)
@@ -77,11 +77,11 @@ def test_every_request_ends_once_and_leaves_nothing_behind() -> None:
     assert len(outcomes.latencies_s) == outcomes.results[Result.GOOD] + outcomes.results[Result.SLOW]
     assert {outcome for outcome, count in outcomes.outcomes.items() if count} > {Outcome.HBM_HIT, Outcome.DRAM_HIT}
     for instance in fleet.instances.values():
-        instance.tiers.pool.check()
+        check_pool(instance.tiers.pool)
         assert instance.tiers.pool.reserved_bytes == 0
         assert instance.tiers.dram is not None
-        instance.tiers.dram.check()
-    assert all(member.in_flight == 0 for member in fleet.members.instances.values())
+        check_dram(instance.tiers.dram)
+    assert fleet._in_flight.total() == 0
 
 
 def test_equal_seeds_give_equal_figures() -> None:
@@ -158,7 +158,7 @@ def test_ranks_that_never_come_are_wasted_pre_infers() -> None:
 
 def test_losing_an_instance_moves_its_users_alone() -> None:
     async def homes(instances: int) -> dict[str, str]:
-        ring = Fleet(config(instances=instances), DEVICE).members.ring
+        ring = Fleet(config(instances=instances), DEVICE).ring
         return {user: ring.owner(user.encode()) for user in (f"u{number}" for number in range(2000))}
 
     before, after = clock.run(homes(10)), clock.run(homes(9))

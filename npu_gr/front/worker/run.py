@@ -35,7 +35,7 @@ from npu_gr.server.entrance.runner import DoorRunner
 from npu_gr.server.entrance.sites import TLS
 from npu_gr.server.recording import add_record_routes
 from npu_gr.server.routes import build_web_app
-from npu_gr.server.rpc.opening import RPC
+from npu_gr.server.rpc.server import RPC
 from npu_gr.server.tracing import spans
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The projects whose HSTU checkpoints convert: one table, by the name that `npu-gr import hstu --from` takes."""
+"""The projects whose HSTU checkpoints convert: one table, by the name that `npu-gr import --from` takes."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from npu_gr.catalogue.filters import allow_items
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
