@@ -42,8 +42,16 @@ async def _resolve(dns: DNSConfig) -> list[InstanceConfig]:
     except OSError as error:
         raise ConfigError(f"discovery.dns.host: {dns.host}: {error}") from error
     hosts = sorted({str(address[4][0]) for address in found})
-    ports = {"port": dns.port, "admin_port": dns.admin_port, "agent_port": dns.agent_port}
-    return [InstanceConfig(name=_name(host, dns.port), host=host, **ports) for host in hosts]
+    return [
+        InstanceConfig(
+            name=_name(host, dns.port),
+            host=host,
+            port=dns.port,
+            admin_port=dns.admin_port,
+            agent_port=dns.agent_port,
+        )
+        for host in hosts
+    ]
 
 
 def _name(host: str, port: int) -> str:

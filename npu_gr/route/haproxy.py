@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -229,8 +230,7 @@ def _users(config: RouterConfig, material: Material) -> str:
     late = "\n".join(
         f"  http-request set-timeout server {_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
         f"if {{ {_on(kind)} }}"
-        for kind in KINDS.values()
-        if kind.routing in (Routing.FOLLOW, Routing.SIGNAL)
+        for kind in routed(Routing.FOLLOW, Routing.SIGNAL)
     )
     servers = "\n".join(f"  {_server(one, number[one.name])}{_agent(one)}" for one in special)
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
@@ -393,9 +393,18 @@ def _server_tls(tls: ClientTlsConfig | None, shows_certificate: bool) -> str:
     return f" ssl verify required ca-file {tls.ca or '@system-ca'}{name}{checked}{shown}"
 
 
+def routed(*routings: Routing) -> list[Kind[Any, Any]]:
+    """List the kinds that are routed like this."""
+    return [kind for kind in KINDS.values() if kind.routing in routings]
+
+
+def let_through(method: str) -> list[str]:
+    """Return regular expressions of the paths that are let through with a method."""
+    return [_pattern(path) for (on, path), rule in rules().items() if on == method and rule.is_public and rule.scope]
+
+
 def _paths(*routings: Routing) -> list[str]:
-    """List the paths of the kinds that are routed like this."""
-    return [path for kind in KINDS.values() if kind.routing in routings for path in kind.paths]
+    return [path for kind in routed(*routings) for path in kind.paths]
 
 
 def _acl(name: str, paths: Iterable[str]) -> str:
@@ -412,7 +421,7 @@ def _pattern(path: str) -> str:
     return "^" + re.sub("{[^}]*}", _SEGMENT, path) + "$"
 
 
-def _on(kind: Kind[object, object]) -> str:  # type: ignore[type-var]
+def _on(kind: Kind[Any, Any]) -> str:
     plain = [path for path in kind.paths if "{" not in path]
     return f"path {' '.join(plain)}"
 
@@ -421,7 +430,7 @@ def _changes_all(path: str, is_admin: bool) -> bool:
     return is_admin and path.startswith("/v1/")
 
 
-def _objective_s(kind: Kind[object, object], config: RouterConfig) -> float:  # type: ignore[type-var]
+def _objective_s(kind: Kind[Any, Any], config: RouterConfig) -> float:
     """The objective of a kind, as its ratio to a rank's is by default."""
     return config.objective_s * kind.objective_s / RANK.objective_s
 

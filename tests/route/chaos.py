@@ -259,7 +259,7 @@ class Load:
         timeout = aiohttp.ClientTimeout(total=self._times.budget_s + self._times.slack_s)
         status = 0
         instance = ""
-        answer = {}
+        answer: dict[str, Any] = {}
         try:
             url = self._url + kind
             async with http.post(url, json={"user_id": user, **body}, headers=headers, timeout=timeout) as got:

@@ -9,6 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 import yaml
+from yarl import URL
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Scope
@@ -210,7 +211,7 @@ async def test_nothing_but_the_public_routes_in_their_one_spelling_reaches_an_in
         wrong = [("POST", "/v1/%72ank"), ("GET", "/metrics"), ("GET", "/debug/config"), ("PUT", "/v1/rank")]
         wrong += [("POST", "/v1/models/reload"), ("GET", "/v2/models/%2e%2e"), ("DELETE", "/v1/users/a/b")]
         for method, path in wrong:
-            async with http.request(method, aiohttp.client.URL(s.url + path, encoded=True)) as answer:
+            async with http.request(method, URL(s.url + path, encoded=True)) as answer:
                 assert answer.status == 404, path
         assert not s.fakes[0].seen
         async with http.get(f"{s.url}/v2/models/rank/versions/1.0") as answer:

@@ -2,7 +2,7 @@
 
 Everywhere, `read` below reads the templates. It is no Helm: it knows the six forms that the chart keeps to, and stops
 at any other. Whether Helm itself takes the chart, and makes the same of it, is told by the program `helm` where it is
-installed, and by Helm's own library out of the package index: `python -m pytest -m bare tests/fleet/test_helm.py`.
+installed, and by Helm's own library out of the package index: `python -m pytest -m bare tests/deploy/test_helm.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from npu_gr import __version__
-from tests.fleet.test_kubernetes import FILES, FOLDER, component
+from tests.deploy.test_kubernetes import FILES, FOLDER, component
 
 CHART = FOLDER.parent / "helm" / "npu-gr"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
