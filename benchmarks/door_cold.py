@@ -14,9 +14,8 @@ import torch
 from npu_gr.backend.calls import HstuIds
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import tokenize
 from npu_gr.core.history import Events
+from npu_gr.model.history_tokens import ItemVocabulary, tokenize
 from npu_gr.model.segment import HostTokens, Segment
 from npu_gr.model.weights import load
 

@@ -20,8 +20,6 @@ from benchmarks.rank import config
 from benchmarks.wire import IdNames
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events
@@ -32,6 +30,7 @@ from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import LateFeatures, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
 from npu_gr.server.codec import bulk
 from npu_gr.server.codec.media import JSON, MSGPACK, decode, skim

@@ -18,7 +18,6 @@ import torch
 from benchmarks.line import Line, compared, timed_in_turn
 from npu_gr.backend.calls import HstuWholeCall
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryReport
@@ -29,6 +28,7 @@ from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
 
 TIMES_SEGMENTS = 2.0  # faster than segment by segment

@@ -20,7 +20,7 @@ import torch
 from benchmarks.line import Line, percentiles, timed_in_turn
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import F32
-from npu_gr.matching.index import ExactIndex, HnswIndex, recall
+from npu_gr.matching.matcher import ExactIndex, HnswIndex, recall
 
 DIM = 64
 K = 500

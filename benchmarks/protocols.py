@@ -27,7 +27,7 @@ from benchmarks.wire import inference_message, raw_infer
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.middleware import OCTETS
-from npu_gr.server.oip.http import HEADER_LENGTH
+from npu_gr.server.oip.routes import HEADER_LENGTH
 from npu_gr.server.rpc.inference import INFERENCE, message
 
 BASELINE = "/v1, raw msgpack"

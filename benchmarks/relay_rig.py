@@ -19,8 +19,6 @@ import torch
 
 from benchmarks.rank import config as model_config
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.history import Events, UserKey
@@ -33,6 +31,7 @@ from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Relay

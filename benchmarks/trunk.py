@@ -27,7 +27,7 @@ from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, RECOMMEND
 from npu_gr.core.request import OrderName, RankRequest, RecommendRequest, SourceName
-from npu_gr.features.base import HistoryConfig
+from npu_gr.features.store import HistoryConfig
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, load
 from npu_gr.service.service import Service

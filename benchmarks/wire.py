@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.line import Line, percentiles, timed_in_turn
-from npu_gr.client.columns import Behaviours, item_column
+from npu_gr.client.wire import Behaviours, item_column
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.kinds import RANK
@@ -28,9 +28,8 @@ from npu_gr.core.request import RankRequest
 from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.oip.http import read as read_infer
-from npu_gr.server.oip.models import MODELS, InferRequest
-from npu_gr.server.oip.tensors import pack
+from npu_gr.server.oip.models import MODELS, InferRequest, pack
+from npu_gr.server.oip.routes import read as read_infer
 from npu_gr.server.rpc.inference import INFERENCE, inputs_of, message
 
 LENGTHS = (1024, 16_384)  # events of a history

@@ -30,11 +30,11 @@ WARM, MEASURED = 2, 5
 
 # Each is what holds now; lower it when it can be. The goals: 45, 55 and 60 files, 8 packages, 20 methods, 6 classes
 # with many, 72,000 lines.
-MOST_FILES = {"rank": 88, "generate": 94, "recommend": 110}
+MOST_FILES = {"rank": 80, "generate": 87, "recommend": 105}
 MOST_PACKAGES = {"rank": 12, "generate": 12, "recommend": 12}
 MOST_METHODS = 40  # of any class
-MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 32
-MOST_LINES = 94_600
+MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 31
+MOST_LINES = 91_300
 
 
 class Entered:

@@ -13,7 +13,7 @@ import click
 from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, VALUE_COLUMN, load_config, run_async
 
 if TYPE_CHECKING:
-    from npu_gr.features.damage import Found
+    from npu_gr.features.checksum import Found
     from npu_gr.features.load import Loaded
     from npu_gr.tools.erase_check import Searched
 
@@ -164,9 +164,9 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
     damage, 2 = cannot be read at all. Users are named by a hash, or with --verbose.
     """
     from npu_gr.core.calling import calling_files
-    from npu_gr.features.base import RedisTlsConfig
     from npu_gr.features.embedded_check import check, repair
-    from npu_gr.features.redis_check import check_redis
+    from npu_gr.features.redis import check_redis
+    from npu_gr.features.store import RedisTlsConfig
 
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
     if out is not None:
@@ -190,7 +190,7 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
 
 
 def _show(bad_users: set[bytes], damage: list[str], verbose: bool) -> None:
-    from npu_gr.features.damage import hashed
+    from npu_gr.features.checksum import hashed
 
     if bad_users:
         click.echo(f"{len(bad_users)} users have damaged entries:")

@@ -27,8 +27,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.dataset.actions import ActionKind
 from npu_gr.dataset.arrow import pa, pc, pq
 from npu_gr.dataset.log_features import read_column
-from npu_gr.features.columns import FeatureColumn, LogFeatureOf
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues, LogFeatureOf
 
 KIND = "npu_gr dataset"
 FORMAT = 1

@@ -22,7 +22,7 @@ from npu_gr.dataset.arrow import as_numbers, pa, pc
 from npu_gr.dataset.cells import Cells, cells_of, values_of
 from npu_gr.dataset.names import Codes, codes_of, texts_of
 from npu_gr.dataset.source import Source
-from npu_gr.features.columns import FeatureColumn, LogFeatureOf, ToldKind
+from npu_gr.features.interactions import FeatureColumn, LogFeatureOf, ToldKind
 
 MAX_VALUE_BYTES = 512  # of a cell; longer ones are descriptions
 _JOINT = "\x1f"  # between the values of a list

@@ -32,7 +32,7 @@ from npu_gr.dataset.rejects import CODES, RejectReason, Rejects
 from npu_gr.dataset.source import RowBatch, Source
 from npu_gr.dataset.spill import Rows, row_dtype
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
-from npu_gr.features.columns import LogFeatureOf
+from npu_gr.features.interactions import LogFeatureOf
 
 _REASONS = list(RejectReason)
 

@@ -18,7 +18,7 @@ from npu_gr.dataset.log_features import MAX_VALUE_BYTES, kind_word, split_kind, 
 from npu_gr.dataset.names import has_point, texts_of
 from npu_gr.dataset.rejects import OnReject, RejectReason
 from npu_gr.dataset.source import OnProgress, Source
-from npu_gr.features.columns import ToldKind
+from npu_gr.features.interactions import ToldKind
 
 _MIN_DISTINCT = 20  # texts with at most so many distinct values describe
 _OWN = 0.5  # share of distinct values among users over which a column names users rather than describes them

@@ -27,7 +27,6 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.calls import HstuShape
 from npu_gr.backend.names import AttentionMode
 from npu_gr.backend.tiles import TILE_TOKENS
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.served import AttentionWay
@@ -35,6 +34,7 @@ from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,6 @@ import torch
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
 from npu_gr.backend.calls import HstuFindCall, HstuIds, HstuSegment
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.kinds import RECOMMEND
@@ -32,6 +31,7 @@ from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
 from npu_gr.engine.queue import Demand, JobOrder, JobStep
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.feature_rows import FeatureValues
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_rows import NewItems
 from npu_gr.model.segment import HostTokens, Past, Segment

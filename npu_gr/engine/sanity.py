@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from torch import nn
 
 from npu_gr.backend.tiles import Slab
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError, DeviceError
 from npu_gr.engine.generate_engine import GenerateEngine
@@ -26,6 +25,7 @@ from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, proof_order
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.model.generative import LayerSlabs
+from npu_gr.model.history_tokens import Tokens
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}  # of the logits' standard deviation
 _FAR = float("inf")

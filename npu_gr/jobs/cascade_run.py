@@ -26,8 +26,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from npu_gr.admission.deadline import Deadline
-from npu_gr.catalogue.items import UNKNOWN
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import (
     ColdUser,
@@ -59,6 +57,7 @@ from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, from_trunk
 from npu_gr.jobs.trunk import TrunkUse
 from npu_gr.metrics.registry import Metrics
+from npu_gr.model.history_tokens import UNKNOWN, Tokens
 
 log = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
+from npu_gr.model.history_tokens import UNKNOWN, ItemVocabulary
 
 log = logging.getLogger(__name__)
 

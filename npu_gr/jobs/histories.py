@@ -27,9 +27,9 @@ from npu_gr.core.history import (
 )
 from npu_gr.core.names import difference
 from npu_gr.core.time_order import OnUnsorted, oldest_first
-from npu_gr.features.base import FailurePolicy, HistoryStore, StoredHistory
-from npu_gr.features.prefix_history_cache import KnownHistory, PrefixHistoryCache
+from npu_gr.features.store import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.user_features import UserFeatures
+from npu_gr.jobs.prefix_history_cache import KnownHistory, PrefixHistoryCache
 from npu_gr.metrics.registry import Metrics
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
@@ -14,6 +13,7 @@ from npu_gr.core.feature_schema.computed import CrossFeatures, time_column
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.request import RankRequest
 from npu_gr.engine.rank_engine import NONE_LATE, LateFeatures
+from npu_gr.model.history_tokens import Tokens
 
 
 class LateFeatureReader:

@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.names import EMPTY, ItemNames, names_of
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
 from npu_gr.core.feature_schema.columns import ModelFeatures
@@ -45,6 +43,7 @@ from npu_gr.jobs.late_features import LateFeatureReader
 from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.computed_features import cross_features
+from npu_gr.model.history_tokens import UNKNOWN, ItemVocabulary, Tokens, tokenize
 from npu_gr.model.order import Order
 from npu_gr.model.order_sum import OrderSum
 from npu_gr.relay.relay import Lease, Relay

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
 from npu_gr.catalogue.records import Features
 from npu_gr.catalogue.trie import I32
 from npu_gr.catalogue.versions import Snapshot
@@ -31,6 +30,7 @@ from npu_gr.core.feature_schema.encode import Encoded, FeatureEncoder
 from npu_gr.core.words import quoted
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.model.history_tokens import UNKNOWN, ItemVocabulary
 from npu_gr.model.item_rows import NewItems
 
 log = logging.getLogger(__name__)

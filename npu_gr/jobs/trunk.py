@@ -20,8 +20,6 @@ from types import TracebackType
 import numpy as np
 from msgspec.structs import replace
 
-from npu_gr.catalogue.items import UNKNOWN
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.columns import NO_COLUMNS
 from npu_gr.core.feature_schema.encode import Encoded
@@ -31,6 +29,7 @@ from npu_gr.engine.rank_engine import Ahead, NextItems
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import Denied
 from npu_gr.jobs.ranking import NOTHING, Ranking
+from npu_gr.model.history_tokens import UNKNOWN, Tokens
 from npu_gr.relay.relay import Lease
 
 

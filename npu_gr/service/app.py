@@ -24,14 +24,13 @@ from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed
 from npu_gr.core.names import difference
 from npu_gr.core.tasks import running
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.base import HistoryStore
-from npu_gr.features.guarded import GuardedStore
-from npu_gr.features.prefix_history_cache import PrefixHistoryCache
-from npu_gr.features.source import open_source
-from npu_gr.features.store import open_store
-from npu_gr.features.user_features import UserFeatures
+from npu_gr.features.bulkhead import GuardedStore
+from npu_gr.features.open import open_store
+from npu_gr.features.store import HistoryStore
+from npu_gr.features.user_features import UserFeatures, open_source
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.match import ServedVectors
+from npu_gr.jobs.prefix_history_cache import PrefixHistoryCache
 from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.reloads import Reloaded

@@ -19,7 +19,6 @@ import msgspec
 import torch
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.catalogue.names import EMPTY, ItemNames, load_actions
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.kinds import GENERATE, RANK
@@ -46,6 +45,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.model import generators, hf_files
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.generative import GenerativeModel
+from npu_gr.model.history_tokens import ItemVocabulary
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.config import Calibration

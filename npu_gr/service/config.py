@@ -17,7 +17,7 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
 from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.features.base import HistoryConfig
+from npu_gr.features.store import HistoryConfig
 from npu_gr.jobs.cascade_plan import SECTIONS, RecommendConfig
 from npu_gr.jobs.config import GenerateConfig, RankingConfig
 from npu_gr.matching.config import MatchConfig

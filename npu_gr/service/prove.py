@@ -15,8 +15,6 @@ from typing import overload
 import numpy as np
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import PoolExhausted
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import Events, UserKey
@@ -28,6 +26,7 @@ from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_ranker, parity
 from npu_gr.model.config import HSTUConfig
+from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
 from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from npu_gr.admission.brownout import BrownoutControl
 from npu_gr.admission.door import Door
-from npu_gr.catalogue.popular import read_popular
+from npu_gr.catalogue.records import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import difference

@@ -21,7 +21,6 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.names import BackendName
 from npu_gr.catalogue.build import build_trie
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import Events, HistoryReport
@@ -36,6 +35,7 @@ from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
 
 ITEMS = 5000

@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from npu_gr.catalogue.popular import read_popular
-from npu_gr.catalogue.records import read_items
+from npu_gr.catalogue.records import read_items, read_popular
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
-from npu_gr.features.base import HistoryConfig
-from npu_gr.features.source import open_source
+from npu_gr.features.store import HistoryConfig
+from npu_gr.features.user_features import open_source
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors

@@ -44,7 +44,7 @@ from npu_gr.dataset.files import Dataset, is_dataset, read_dataset
 from npu_gr.dataset.summary import summary
 from npu_gr.features.interactions import Interactions, movielens_100k
 from npu_gr.features.load import load_interactions
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.replay.convert import ModelVocabulary, from_ratings
 from npu_gr.replay.files import write

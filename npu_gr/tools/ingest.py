@@ -25,7 +25,7 @@ from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.names import difference
 from npu_gr.core.words import cut
 from npu_gr.features.load import WritesMany
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
 from npu_gr.server.codec.fields import History
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestBody, IngestOut, UserEvents, UserWritten
 from npu_gr.server.codec.media import JSON, MSGPACK

@@ -14,7 +14,6 @@ from torch import Tensor
 from npu_gr.backend.calls import HstuCall, HstuShape
 from npu_gr.backend.tiles import Tiles
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.served import AttentionWay
@@ -24,6 +23,7 @@ from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.history_tokens import Tokens
 from tests.models import events, tiny_model
 
 RUNS = (PageRun(0, 4),)

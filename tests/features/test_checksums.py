@@ -20,11 +20,11 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault
 from npu_gr.core.history import Events, UserKey, Write
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.base import EVENT, HistoryConfig, key_bytes, pack
 from npu_gr.features.checksum import CHECKED, pack_checked, unpack_checked
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.embedded_check import check, repair
 from npu_gr.features.redis import RedisStore
+from npu_gr.features.store import EVENT, HistoryConfig, key_bytes, pack
 from tests.features.redis_server import redis_path
 from tests.models import events
 

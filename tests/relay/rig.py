@@ -13,8 +13,6 @@ import numpy as np
 import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import Events, UserKey
 from npu_gr.engine.kv.arena import KVArena
@@ -25,6 +23,7 @@ from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
 from tests.engine.kv.invariants import check_dram, check_pool

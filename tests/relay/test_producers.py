@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import DeviceError, PoolExhausted
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
 from npu_gr.engine.rank_engine import RankPass
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.relay.producers import ProducerKind
 from npu_gr.relay.relay import Lease
 from tests.engine.kv.invariants import check_pool

@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestClient
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, StoreFailed
 from npu_gr.engine.queue import JobOrder
-from npu_gr.features.base import StoredHistory
 from npu_gr.features.embedded import EmbeddedStore
+from npu_gr.features.store import StoredHistory
 from npu_gr.jobs.match import MatchJob
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service

@@ -22,11 +22,16 @@ from npu_gr.core.words import cut, quoted
 from npu_gr.server.codec.fields import MOST_NAMES
 from npu_gr.server.insight import Insight
 from npu_gr.server.kind_routes import parse_body
-from npu_gr.server.oip.http import MOST_TENSORS
-from npu_gr.server.oip.models import InferAnswer, InferRequest, Parameter, ServedModels, waits_until
-from npu_gr.server.oip.routes import EXTENSIONS, NAME
-from npu_gr.server.oip.statistics import statistics
-from npu_gr.server.oip.tensors import BYTES, Tensor, pack
+from npu_gr.server.oip.models import (
+    BYTES,
+    MOST_TENSORS,
+    InferAnswer,
+    InferRequest,
+    Parameter,
+    Tensor,
+    pack,
+)
+from npu_gr.server.oip.routes import EXTENSIONS, NAME, ServedModels, statistics
 from npu_gr.server.rpc.calls import UNEXPECTED, Calls, RpcCall, Work
 
 INFERENCE = "inference.GRPCInferenceService"
@@ -111,30 +116,13 @@ class InferenceService:
 
     async def _metadata(self, _call: RpcCall, body: bytes) -> bytes:
         asked = _read("inference.ModelMetadataRequest", body)
-        model, versions = self._models.find(asked.name, asked.version or None)
-        inputs = [{"name": one.name, "datatype": one.datatypes[0], "shape": one.shape} for one in model.inputs.values()]
-        outputs = [one._asdict() for one in model.outputs(self._models.tasks())]
-        about: dict[str, Any] = {"name": model.kind.name, "versions": versions, "platform": NAME}
-        return _written("inference.ModelMetadataResponse", **about, inputs=inputs, outputs=outputs)
+        about = self._models.metadata(asked.name, asked.version or None)
+        return _written("inference.ModelMetadataResponse", **about)
 
     async def _statistics(self, _call: RpcCall, body: bytes) -> bytes:
         asked = _read("inference.ModelStatisticsRequest", body)
-        names = [asked.name] if asked.name else self._models.names()
-        models = [(name, self._models.find(name, asked.version or None)[1]) for name in names]
-        found = await statistics(self._insight, [(name, next(iter(versions), "")) for name, versions in models])
-        stats = [
-            {
-                "name": one.name,
-                "version": one.version,
-                "inference_count": one.inference_count,
-                "execution_count": one.execution_count,
-                "inference_stats": {
-                    name: {"count": times.count, "ns": times.ns} for name, times in one.inference_stats.items()
-                },
-            }
-            for one in found
-        ]
-        return _written("inference.ModelStatisticsResponse", model_stats=stats)
+        found = await statistics(self._insight, self._models, asked.name, asked.version or None)
+        return _written("inference.ModelStatisticsResponse", model_stats=found)
 
     async def infer(self, call: RpcCall, body: bytes) -> bytes:
         """Answer a ModelInferRequest with a ModelInferResponse; both are bytes.
@@ -150,9 +138,9 @@ class InferenceService:
         outputs = _outputs(asked)
         infer = InferRequest(asked.id, inputs_of(asked), _parameters(asked), outputs)
         model.check_outputs(outputs, self._models.tasks())
-        call.until_at = waits_until(
-            infer, call.arrived_at, call.until_at, config.max_budget_s, is_named=call.names_limit
-        )
+        max_s = config.max_budget_s
+        is_named = call.names_limit
+        call.until_at = infer.waits_until(call.arrived_at, call.until_at, max_s, is_named=is_named)
         made = model.body(infer, version, config)
         parsed, shown = parse_body(call.key, made, model.codec, self._service, config, self._calls.keys, call.is_about)
         answer = await self._service.serve(kind, parsed, call.left_s(), None, shown)

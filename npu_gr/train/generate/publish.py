@@ -48,7 +48,7 @@ FILES = (
     CONFIGURATION,
 )
 OF_SOME = (centroids.FILE, GIVEN_CODES)  # not every generator has these
-MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
+MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `model/history_tokens.py`
 
 
 def prepare(folder: Path) -> None:

@@ -16,7 +16,6 @@ from npu_gr.backend.calls import Continuations, TopkCall
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Trie
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import HistoryReport
@@ -29,6 +28,7 @@ from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.sanity import parity
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.history_tokens import Tokens
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate_engine import catalogue

@@ -23,7 +23,7 @@ from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.matching.index import ExactIndex
+from npu_gr.matching.matcher import ExactIndex
 from npu_gr.model import t5
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.placement import Recorder

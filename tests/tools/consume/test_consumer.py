@@ -15,8 +15,8 @@ from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessa
 from npu_gr.core.feature_schema.encode import hash_names
 from npu_gr.core.history import UserKey, Write, Written
 from npu_gr.core.names import item_id
-from npu_gr.features.base import HistoryConfig, HistoryStore
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
+from npu_gr.features.store import HistoryConfig, HistoryStore
 from npu_gr.tools.consume import consumer as module
 from npu_gr.tools.consume.consumer import MOST_OF_USER, EventConsumer
 from npu_gr.tools.consume.dead_letters import DeadLetterFile

@@ -17,8 +17,7 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.computed import OF_HISTORY, CrossFeatures, ItemValueTable
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.columns import FeatureColumn
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues
 from npu_gr.model.computed_features import cross_features
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from npu_gr.core.feature_schema.columns import OneRow
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.shares import Account, Shares
-from npu_gr.features.base import StoredHistory
+from npu_gr.features.store import StoredHistory
 
 
 class KnownHistory(NamedTuple):
