@@ -152,6 +152,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{field}: {name} is not loopback: set api_keys_file, or allow_unauthenticated: true")
         if (self.peer is None) != (not self.peers) or (self.peer is not None and self.peer not in self.peers):
             raise ValueError("peer, peers: `peer` is the name of this router in `peers`; give both or neither")
+        if self.instances_tls is not None and self.instances_tls.server_name is None:
+            for one in self.discovery.instances:
+                if re.fullmatch(r"[0-9.]+|\[?[0-9a-fA-F:]*:[0-9a-fA-F:]*\]?", one.host):
+                    raise ValueError(f"instances_tls.server_name: needed for {one.host}: HAProxy compares names only")
         for name, address in self.peers.items():
             if not (re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) and re.fullmatch(r"[A-Za-z0-9.-]+:\d{1,5}", address)):
                 raise ValueError(f"peers: {name!r}: {address!r}: needs a plain name and host:port")

@@ -56,3 +56,27 @@ async def _resolve(dns: DNSConfig) -> list[InstanceConfig]:
 
 def _name(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ipaddress.ip_address(host.split("%")[0]).version == 6 else f"{host}:{port}"
+
+
+async def addresses(instances: list[InstanceConfig], before: dict[str, str]) -> dict[str, str]:
+    """Look up the host of every instance, as this machine does: also what stands in its own files of names.
+
+    Args:
+        instances: all of them.
+        before: what this returned last. A host that cannot be looked up keeps its address: that may be a fault of DNS.
+
+    Returns:
+        The IP address of each instance by its name; one that never had an address is not in it.
+    """
+    hosts = {one.host.strip("[]") for one in instances}
+    found = dict(zip(hosts, await asyncio.gather(*map(_look_up, hosts)), strict=True))
+    known = {one.name: found[one.host.strip("[]")] or before.get(one.name) for one in instances}
+    return {name: address for name, address in known.items() if address is not None}
+
+
+async def _look_up(host: str) -> str | None:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    return min(str(one[4][0]) for one in found)

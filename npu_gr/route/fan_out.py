@@ -25,6 +25,7 @@ from npu_gr.core.ids import random_id
 from npu_gr.core.kinds import ERASE
 from npu_gr.core.tls import client_context
 from npu_gr.route.config import InstanceConfig, RouterConfig
+from npu_gr.route.haproxy import certified
 from npu_gr.server.problem import from_error, problem
 
 TRIES = 3
@@ -67,14 +68,14 @@ class Way:
         tls = config.instances_tls
         self._scheme = "https" if tls else "http"
         self._trusts: ssl.SSLContext | bool = client_context(tls) if tls else True
-        self._name = tls.server_name if tls else None
+        self._config = config
 
     def options(self, one: InstanceConfig, target: str, *, is_admin: bool = False) -> dict[str, Any]:
         """Return the arguments of a request to an instance: where it goes, and whom it believes."""
         port = one.admin_port if is_admin else one.port
         host = f"[{one.host}]" if ":" in one.host and not one.host.startswith("[") else one.host
         url = URL(f"{self._scheme}://{host}:{port}{target}", encoded=True)
-        return {"url": url, "ssl": self._trusts, "server_hostname": self._name}
+        return {"url": url, "ssl": self._trusts, "server_hostname": certified(self._config, one)}
 
 
 async def ask_all(way: Way, instances: list[InstanceConfig], change: Change, timeout_s: float) -> dict[str, Answered]:
@@ -188,5 +189,5 @@ def fan_out_app(
             return from_error(error, request.headers.get("X-Request-Id", random_id(128)))
 
     app = web.Application(client_max_size=_MOST_BYTES)
-    app.router.add_route("*", "/{path:.*}", handle)
+    app.router.add_route("*", r"/{path:[\s\S]*}", handle)
     return app

@@ -60,6 +60,7 @@ class Material:
     """What the file is made from beside the settings."""
 
     instances: list[InstanceConfig]
+    addresses: dict[str, str]  # by name
     keys: list[KeyEntry]  # in force
     peer_port: int  # on loopback, for the stick table's way from the process before a reload
     has_certificate: bool = False  # `listen.pem` lies beside the file
@@ -80,6 +81,14 @@ def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
 def key_map(keys: Iterable[KeyEntry], scope: Scope | None = None) -> str:
     """Write the map of keys that a request may have: the hash of each, as HAProxy computes it, and its name."""
     return "".join(f"{key.sha256.upper()} {key.name}\n" for key in keys if scope is None or scope in key.scopes)
+
+
+def certified(config: RouterConfig, one: InstanceConfig) -> str | None:
+    """Return the name that an instance's certificate must have; None: it is asked in clear."""
+    if config.instances_tls is None:
+        return None
+    dns = config.discovery.dns
+    return config.instances_tls.server_name or (dns.host if dns is not None else one.host)
 
 
 def files(config: RouterConfig, material: Material, folder: str) -> dict[str, str]:
@@ -186,7 +195,8 @@ def _frontend(config: RouterConfig, material: Material) -> str:
   acl normal req.hdr(x-npugr-service) -m str normal
   # a slow sender holds no instance; a header that names the user saves reading the body for it
   http-request wait-for-body time {_ms(config.header_timeout_s)} if METH_POST
-  http-request set-var(txn.user) req.hdr({user}),url_dec if {{ req.hdr({user}) -m found }}
+  http-request set-var(txn.user) req.hdr({user}) if {{ req.hdr({user}) -m found }}
+  http-request set-var(txn.user) req.hdr({user}),url_dec if {{ req.hdr({user}),url_dec -m found }}
   http-request set-var(txn.user) req.body,json_query('$.user_id') if by_user !{{ var(txn.user) -m found }}
   acl named var(txn.user) -m len gt 0
   http-request return status 400 content-type application/problem+json string '{_problem(f"{user}: missing")}' \
@@ -232,7 +242,7 @@ def _users(config: RouterConfig, material: Material) -> str:
         f"if {{ {_on(kind)} }}"
         for kind in routed(Routing.FOLLOW, Routing.SIGNAL)
     )
-    servers = "\n".join(f"  {_server(one, number[one.name])}{_agent(one)}" for one in special)
+    servers = "\n".join(f"  {_server(one, material, number)}{_agent(one)}{_name_in_certificate(config, one)}" for one in special)
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
     return f"""backend users  # signals, ranks and all else that is one user's
   balance hash var(txn.user)
@@ -257,7 +267,7 @@ maxconn {limits.instance_inflight} maxqueue {limits.instance_queue}
 def _any(config: RouterConfig, material: Material) -> str:
     number = ids(material.instances)
     normal = [one for one in material.instances if one.normal] or material.instances
-    servers = "\n".join(f"  {_server(one, number[one.name])}" for one in normal)
+    servers = "\n".join(f"  {_server(one, material, number)}{_name_in_certificate(config, one)}" for one in normal)
     return f"""backend any  # what is about nobody or many, and ranks that want no prefix
   balance leastconn
   timeout queue 1s
@@ -362,8 +372,9 @@ def _check(config: RouterConfig, material: Material) -> str:
   default-server check {every}{tls}"""
 
 
-def _server(one: InstanceConfig, number: int) -> str:
-    return f"server {one.name} {_address(one.host, one.port)} id {number} weight {round(100 * one.weight)}"
+def _server(one: InstanceConfig, material: Material, number: dict[str, int]) -> str:
+    at = _address(material.addresses[one.name], one.port)
+    return f"server {one.name} {at} id {number[one.name]} weight {round(100 * one.weight)}"
 
 
 def _agent(one: InstanceConfig) -> str:
@@ -387,10 +398,14 @@ def _without_clients(tls: ServerTlsConfig | None) -> ServerTlsConfig | None:
 def _server_tls(tls: ClientTlsConfig | None, shows_certificate: bool) -> str:
     if tls is None:
         return ""
-    name = f" verifyhost {tls.server_name} sni str({tls.server_name})" if tls.server_name else ""
-    checked = f" check-sni {tls.server_name}" if tls.server_name else ""
     shown = " crt call.pem" if shows_certificate else ""
-    return f" ssl verify required ca-file {tls.ca or '@system-ca'}{name}{checked}{shown}"
+    return f" ssl verify required ca-file {tls.ca or '@system-ca'}{shown}"
+
+
+def _name_in_certificate(config: RouterConfig, one: InstanceConfig) -> str:
+    """Say whose certificate an instance must show."""
+    name = certified(config, one)
+    return f" verifyhost {name} sni str({name}) check-sni {name}" if name else ""
 
 
 def routed(*routings: Routing) -> list[Kind[Any, Any]]:

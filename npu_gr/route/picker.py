@@ -11,11 +11,9 @@ header and in dynamic metadata, both with the same value.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import random
 import re
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -90,24 +88,23 @@ class Fleet:
         self._failures = Counter[str]()
         self._fall = config.health.fall
 
-    async def look(self, way: Way, listed: list[InstanceConfig]) -> None:
+    async def look(self, way: Way, listed: list[InstanceConfig], addresses: Mapping[str, str]) -> None:
         """Take over the list of instances, and ask each whether it is ready."""
+        ports = {one.name: one.port for one in listed}
+        self.endpoints = {name: _endpoint(at, ports[name]) for name, at in addresses.items() if name in ports}
         if listed != list(self._instances.values()):
             self._instances = {one.name: one for one in listed}
             self._ring = Ring(Member(one.name, one.weight) for one in listed if one.special)
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         async with aiohttp.ClientSession(timeout=timeout) as http:
 
-            async def ask(one: InstanceConfig) -> tuple[str, str | None, bool]:
-                endpoint = await _endpoint(one)
+            async def ask(one: InstanceConfig) -> tuple[str, bool]:
                 with suppress(aiohttp.ClientError, OSError):
                     async with http.get(**way.options(one, "/readyz")) as answer:
-                        return one.name, endpoint, answer.status == 200
-                return one.name, endpoint, False
+                        return one.name, answer.status == 200
+                return one.name, False
 
-            for name, endpoint, is_ready in await asyncio.gather(*map(ask, listed)):
-                if endpoint is not None:
-                    self.endpoints[name] = endpoint
+            for name, is_ready in await asyncio.gather(*map(ask, listed)):
                 self._failures[name] = 0 if is_ready else self._failures[name] + 1
         self.ready = {
             one.name for one in listed if self._failures[one.name] < self._fall and one.name in self.endpoints
@@ -148,23 +145,12 @@ class Fleet:
         return self.in_flight[name] < most
 
 
+def _endpoint(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
 def _names(chosen: Place | None) -> list[str]:
     return [] if chosen is None else [chosen.name]
-
-
-async def _endpoint(one: InstanceConfig) -> str | None:
-    """Return an instance's address as gateways know it: `ip:port`, IPv6 in brackets."""
-    host = one.host.strip("[]")
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except OSError as error:
-            log.warning("picker: %s: %s", host, error)
-            return None
-        host = min(str(address[4][0]) for address in found)
-    return f"[{host}]:{one.port}" if ":" in host else f"{host}:{one.port}"
 
 
 class Pick:
@@ -389,7 +375,7 @@ async def picking(config: RouterConfig, look: Any) -> AsyncIterator[int]:
 
     Args:
         config: of the router, with a section `picker`.
-        look: returns the way to the instances and their list, now.
+        look: returns the way to the instances, their list, and their addresses, now.
 
     Yields:
         The port.

@@ -34,7 +34,7 @@ from npu_gr.core.signals import stop_signals
 from npu_gr.core.tasks import running
 from npu_gr.route import haproxy
 from npu_gr.route.config import InstanceConfig, RouterConfig, load
-from npu_gr.route.discovery import find
+from npu_gr.route.discovery import addresses, find
 from npu_gr.route.fan_out import Way, fan_out_app
 from npu_gr.server.auth.keys import KeyEntry, read_keys
 
@@ -65,23 +65,17 @@ class Proxy:
         Raises:
             ConfigError: HAProxy refuses it; the one before stays.
         """
+        before = self.folder / str(self._number)
         self._number += 1
         folder = self.folder / str(self._number)
-        folder.mkdir(mode=0o700)
-        for name, text in made.items():
-            path = folder / name
-            path.touch(mode=0o600)
-            path.write_text(text)
+        await asyncio.to_thread(_write, folder, made)
         try:
             await check(folder / haproxy.CONFIG)
         except ConfigError:
-            shutil.rmtree(folder)
+            self._number -= 1
+            await asyncio.to_thread(shutil.rmtree, folder)
             raise
-        link = self.folder / "next"
-        link.symlink_to(folder.name)
-        before = self.folder / str(self._number - 1)
-        link.replace(self.folder / "current")
-        shutil.rmtree(before, ignore_errors=True)
+        await asyncio.to_thread(_put_in_force, folder, before)
 
     async def start(self) -> None:
         """Start HAProxy with what was put.
@@ -91,7 +85,7 @@ class Proxy:
         """
         path = self.folder / "current" / haproxy.CONFIG
         self._process = await asyncio.create_subprocess_exec(
-            _program(), "-W", "-f", str(path), preexec_fn=_die_with_parent
+            await asyncio.to_thread(_program), "-W", "-f", str(path), preexec_fn=_die_with_parent
         )
         await self._until(lambda pid: True)
 
@@ -147,6 +141,21 @@ class Proxy:
         raise ConfigError("haproxy: it does not start; its own lines in the log say why")
 
 
+def _write(folder: Path, made: dict[str, str]) -> None:
+    folder.mkdir(mode=0o700)
+    for name, text in made.items():
+        path = folder / name
+        path.touch(mode=0o600)
+        path.write_text(text)
+
+
+def _put_in_force(folder: Path, before: Path) -> None:
+    link = folder.parent / "next"
+    link.symlink_to(folder.name)
+    link.replace(folder.parent / "current")
+    shutil.rmtree(before, ignore_errors=True)
+
+
 async def check(path: Path) -> None:
     """Let HAProxy check a file.
 
@@ -154,7 +163,7 @@ async def check(path: Path) -> None:
         ConfigError: it is refused, or there is no HAProxy.
     """
     process = await asyncio.create_subprocess_exec(
-        _program(), "-c", "-q", "-f", str(path), stderr=asyncio.subprocess.PIPE
+        await asyncio.to_thread(_program), "-c", "-f", str(path), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
     _, errors = await process.communicate()
     if process.returncode:
@@ -190,6 +199,7 @@ class Route:
         self._proxy = proxy
         self.config = read()
         self.listed: list[InstanceConfig] = []  # all
+        self.addresses: dict[str, str] = {}  # of those whose host can be looked up, by name
         self._admitted: set[str] = set()  # names of those that have been ready, or were there at the start
         self._files: dict[str, str] = {}  # in force
         self.way = self._way(self.config)
@@ -211,8 +221,9 @@ class Route:
             ConfigError: the list, keys or certificates cannot be read.
         """
         self.listed = await find(self.config.discovery)
+        self.addresses = await addresses(self.listed, {})
         self._admitted = {one.name for one in self.listed}
-        return self._made(self.config)
+        return await asyncio.to_thread(self._made, self.config)
 
     async def look(self) -> None:
         """Read everything again, and reload HAProxy where something has changed.
@@ -221,9 +232,10 @@ class Route:
             ConfigError: something cannot be used; what is in force stays.
         """
         config = await asyncio.to_thread(self._read)
-        self.way = self._way(config)
+        self.way = await asyncio.to_thread(self._way, config)
         listed = await find(config.discovery)
         self.listed = listed
+        self.addresses = await addresses(listed, self.addresses)
         names = {one.name for one in listed}
         self._admitted &= names
         newcomers = [one for one in listed if one.name not in self._admitted]
@@ -250,7 +262,8 @@ class Route:
         if config.instances_tls is not None and config.instances_tls.certificate and config.instances_tls.key:
             certificates["call.pem"] = _pem(config.instances_tls.certificate, config.instances_tls.key)
         material = haproxy.Material(
-            instances=[one for one in self.listed if one.name in self._admitted],
+            instances=[one for one in self.listed if one.name in self._admitted and one.name in self.addresses],
+            addresses=self.addresses,
             keys=in_force(Path(config.api_keys_file)) if config.api_keys_file else [],
             peer_port=self._peer_port,
             has_certificate="listen.pem" in certificates,
@@ -314,10 +327,11 @@ async def routing(read: Callable[[], RouterConfig]) -> AsyncIterator[tuple[Route
         ConfigError: it cannot start.
     """
     async with AsyncExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix="npu_gr", dir=os.environ.get("RUNTIME_DIRECTORY"))  # of systemd; mode 0700
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        parent = os.environ.get("RUNTIME_DIRECTORY")  # of systemd
+        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="npu_gr", dir=parent)  # of mode 0700
+        stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
         proxy = Proxy(Path(folder))
-        route = Route(read, proxy)
+        route = await asyncio.to_thread(Route, read, proxy)
         await route.begin()
         app = fan_out_app(lambda: route.way, lambda: route.listed, route.config.max_budget_s / 3)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -329,7 +343,7 @@ async def routing(read: Callable[[], RouterConfig]) -> AsyncIterator[tuple[Route
         if route.config.picker is not None:
             from npu_gr.route.picker import picking
 
-            await stack.enter_async_context(picking(route.config, lambda: (route.way, route.listed)))
+            await stack.enter_async_context(picking(route.config, lambda: (route.way, route.listed, route.addresses)))
         yield route, proxy
 
 

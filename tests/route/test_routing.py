@@ -13,6 +13,7 @@ from yarl import URL
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Scope
+from npu_gr.route import haproxy
 from npu_gr.route.process import TEACHES_S
 from npu_gr.server.auth.keys import hash_of
 from tests.route.fake import Fake, row, site, until
@@ -287,11 +288,14 @@ async def test_a_slow_sender_holds_no_instance() -> None:
         assert not s.fakes[0].seen
 
 
-async def test_what_haproxy_refuses_changes_nothing() -> None:
+async def test_what_haproxy_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with site(1) as s:
-        s.table["discovery"]["instances"][0]["host"] = "no such host"
+        monkeypatch.setattr(haproxy, "QUEUE_SHARE", 1e9)  # a time that HAProxy does not take
         with pytest.raises(ConfigError, match="haproxy refuses"):
             await s.route.look()
+        assert (await s.post("rank"))[0] == 200
+        monkeypatch.undo()
+        await s.route.look()
         assert (await s.post("rank"))[0] == 200
 
 

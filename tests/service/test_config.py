@@ -105,9 +105,9 @@ def test_the_environment_is_between_file_and_set(tmp_path: Path, monkeypatch: py
 
 def test_the_routers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_GR_HEALTH__INTERVAL_S", "250ms")
-    monkeypatch.setenv("NPU_GR_PORT", "0")
+    monkeypatch.setenv("NPU_GR_PORT", "1234")
     config = load_router(SHIPPED / "router.yaml")
-    assert (config.health.interval_s, config.port) == (0.25, 0)
+    assert (config.health.interval_s, config.port) == (0.25, 1234)
 
 
 def test_a_public_address_needs_keys_or_a_word(tmp_path: Path) -> None:
