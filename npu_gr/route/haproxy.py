@@ -28,7 +28,8 @@ from npu_gr.server.auth.keys import KeyEntry
 from npu_gr.server.auth.rules import rules
 
 CONFIG = "haproxy.cfg"
-FOLDER = "{folder}"  # stands for the folder of the sockets, which the process knows: they have no relative paths
+# What stands for folders that the process knows: of the sockets, and of this file and those beside it.
+FOLDER, HERE = "{folder}", "{here}"
 STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # of the runtime API, and of `route.fan_out`
 QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for the instance
 PATIENCE = 5  # times its objective until an answer is late, and what may be sent again is sent to another instance
@@ -91,15 +92,9 @@ def certified(config: RouterConfig, one: InstanceConfig) -> str | None:
     return config.instances_tls.server_name or (dns.host if dns is not None else one.host)
 
 
-def files(config: RouterConfig, material: Material, folder: str) -> dict[str, str]:
-    """Make HAProxy's file and the maps that it reads, by name.
-
-    Args:
-        config: the settings.
-        material: what else it is made from. Certificates are put beside it by the process.
-        folder: of the sockets.
-    """
-    made = {CONFIG: render(config, material).replace(FOLDER, folder)}
+def files(config: RouterConfig, material: Material) -> dict[str, str]:
+    """Make HAProxy's file and the maps that it reads, by name; the process puts certificates beside them."""
+    made = {CONFIG: render(config, material)}
     if config.api_keys_file:
         made["keys.map"] = key_map(material.keys)
         made["observe.map"] = key_map(material.keys, Scope.OBSERVE)
@@ -132,7 +127,6 @@ def _process(config: RouterConfig, material: Material) -> str:
         for status, title in _PROBLEMS.items()
     )
     return f"""global
-  default-path config
   nbthread {config.threads}
   maxconn {config.limits.max_connections}
   no strict-limits  # fewer files than that are a warning, not a refusal to start
@@ -327,7 +321,7 @@ def _keys(config: RouterConfig, name: str, condition: str = "") -> str:
         return "  # no keys: allow_unauthenticated, or loopback"
     return f"""  http-request set-var(txn.key) req.hdr(authorization),regsub("^[Bb]earer +",""),sha2(256),hex
   http-request return status 401 content-type application/problem+json string '{_problem("unauthorized")}' \
-hdr WWW-Authenticate Bearer if {condition + " " if condition else ""}!{{ var(txn.key),map_str({name}) -m found }}"""
+hdr WWW-Authenticate Bearer if {condition + " " if condition else ""}!{{ var(txn.key),map_str({HERE}/{name}) -m found }}"""
 
 
 def _allowed() -> str:
@@ -387,7 +381,7 @@ def _bind_tls(tls: ServerTlsConfig | None, has_certificate: bool) -> str:
         return ""
     least = "1.3" if tls.client_ca else tls.min_version
     clients = f" ca-file {tls.client_ca} verify required" if tls.client_ca else ""
-    return f" ssl crt listen.pem alpn h2,http/1.1 ssl-min-ver TLSv{least}{clients}"
+    return f" ssl crt {HERE}/listen.pem alpn h2,http/1.1 ssl-min-ver TLSv{least}{clients}"
 
 
 def _without_clients(tls: ServerTlsConfig | None) -> ServerTlsConfig | None:
@@ -398,7 +392,7 @@ def _without_clients(tls: ServerTlsConfig | None) -> ServerTlsConfig | None:
 def _server_tls(tls: ClientTlsConfig | None, shows_certificate: bool) -> str:
     if tls is None:
         return ""
-    shown = " crt call.pem" if shows_certificate else ""
+    shown = f" crt {HERE}/call.pem" if shows_certificate else ""
     return f" ssl verify required ca-file {tls.ca or '@system-ca'}{shown}"
 
 

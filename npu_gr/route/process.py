@@ -146,7 +146,12 @@ def _write(folder: Path, made: dict[str, str]) -> None:
     for name, text in made.items():
         path = folder / name
         path.touch(mode=0o600)
-        path.write_text(text)
+        path.write_text(placed(text, folder.parent, folder))
+
+
+def placed(text: str, folder: Path, here: Path) -> str:
+    """Fill in the folders: of the sockets, and of the set of files."""
+    return text.replace(haproxy.FOLDER, str(folder)).replace(haproxy.HERE, str(here))
 
 
 def _put_in_force(folder: Path, before: Path) -> None:
@@ -269,7 +274,7 @@ class Route:
             has_certificate="listen.pem" in certificates,
             shows_certificate="call.pem" in certificates,
         )
-        return haproxy.files(config, material, str(self._proxy.folder)) | certificates
+        return haproxy.files(config, material) | certificates
 
     async def _is_ready(self, one: InstanceConfig, timeout_s: float) -> bool:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -400,8 +405,9 @@ async def shown(path: Path, overrides: Sequence[str] = ()) -> str:
     Raises:
         ConfigError: it cannot be made.
     """
-    route = Route(lambda: load(path, overrides), Proxy(Path("/run/npu-gr-router")))
-    return (await route.made_now())[haproxy.CONFIG]
+    folder = Path("/run/npu-gr-router")
+    route = Route(lambda: load(path, overrides), Proxy(folder))
+    return placed((await route.made_now())[haproxy.CONFIG], folder, folder / "current")
 
 
 async def _keep_looking(route: Route, now: asyncio.Event) -> None:
