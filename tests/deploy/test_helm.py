@@ -27,7 +27,7 @@ from tests.deploy.test_kubernetes import FILES, FOLDER, component
 
 CHART = FOLDER.parent / "helm" / "npu-gr"
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
-SWITCHES = ("autoscale", "monitoring", "certManager", "gateway", "deletionCost")
+SWITCHES = ("autoscale", "monitoring", "certManager", "gateway")
 Objects = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -98,11 +98,8 @@ def test_with_its_own_values_the_chart_is_the_base() -> None:
 
 def test_each_switch_is_a_component_or_a_file_of_the_base() -> None:
     base = kustomized()
-    image = {"image": base["StatefulSet", "npu-gr"]["spec"]["template"]["spec"]["containers"][0]["image"]}
-    for switch, name in (("certManager", "cert-manager"), ("deletionCost", "deletion-cost"), ("gateway", "gateway")):
+    for switch, name in (("certManager", "cert-manager"), ("gateway", "gateway")):
         added = {(one["kind"], one["metadata"]["name"]): one for one in component(name)}
-        if switch == "deletionCost":
-            added["Deployment", "npu-gr-deletion-cost"]["spec"]["template"]["spec"]["containers"][0] |= image
         made = rendered(switched(**{switch: True}))
         assert {at: one for at, one in made.items() if at not in base} == added, switch
         router = made["Deployment", "npu-gr-router"]["spec"]["template"]["spec"]["containers"][0]
