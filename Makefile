@@ -125,7 +125,7 @@ kernels: $(VENV)/installed
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend or mutants" tests/backend/triton tests/ops/test_mutate.py
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
-$(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/* ops/door/*)
+$(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	$(BIN)/pip install --quiet --no-deps recbole==1.2.1

@@ -123,7 +123,7 @@ class Rig:
         torch.manual_seed(seed)
         config = msgspec.structs.replace(model_config(shape.num_layers, shape.dim), max_history_tokens=shape.num_tokens)
         self.model = HSTU(config).to(backend.device).eval()
-        self.model.freeze_items()
+        self.model.items.freeze()
         self.layout = KVLayout(
             num_layers=config.num_layers,
             num_heads=config.num_heads,

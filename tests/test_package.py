@@ -68,7 +68,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_wheel_has_what_ships(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for room in ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu", "ops/door"):
+    for room in ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu"):
         ours = [path for path in files() if path.is_relative_to(room)]
         assert ours
         for path in ours:
@@ -104,7 +104,7 @@ def test_the_sdist_has_what_ships(sources: Path, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=sources, check=True, capture_output=True, text=True)
     with tarfile.open(tmp_path / done.stdout.splitlines()[-1]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    for room in ("npu_gr", "configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu", "ops/door"):
+    for room in ("npu_gr", "configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu"):
         ours = {str(path) for path in files() if path.is_relative_to(room) and "preview" not in path.parts}
         assert ours
         assert not ours - names, sorted(ours - names)

@@ -26,15 +26,16 @@ ROOT = Path(__file__).parent.parent / "npu_gr"
 RANK = {"user_id": "u", "history": HISTORY, "candidates": list(range(FIRST_ID, FIRST_ID + 20)), "top_k": 5}
 ITEMS = {"user_id": "u", "history": HISTORY, "num_items": 5}
 REQUESTS = {"rank": RANK, "generate": ITEMS, "recommend": ITEMS}
+CLOCKS = {str(ROOT / "server/loop_lag.py"), str(ROOT / "metrics/pauses.py")}
 WARM, MEASURED = 2, 5
 
 # Each is what holds now; lower it when it can be. The goals: 45, 55 and 60 files, 8 packages, 20 methods, 6 classes
 # with many, 72,000 lines.
-MOST_FILES = {"rank": 80, "generate": 87, "recommend": 105}
-MOST_PACKAGES = {"rank": 12, "generate": 12, "recommend": 12}
+MOST_FILES = {"rank": 71, "generate": 82, "recommend": 94}
+MOST_PACKAGES = {"rank": 10, "generate": 11, "recommend": 11}
 MOST_METHODS = 40  # of any class
-MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 31
-MOST_LINES = 91_300
+MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 30
+MOST_LINES = 90_400
 
 
 class Entered:
@@ -68,14 +69,20 @@ class Entered:
 
     def _on_event(self, frame: FrameType, event: str, _: object) -> None:
         paths = self._paths
-        if paths is not None and event == "call":
-            paths.add(frame.f_code.co_filename)
+        if paths is None or event != "call" or frame.f_code.co_filename in paths:
+            return
+        caller: FrameType | None = frame
+        while caller is not None:
+            if caller.f_code.co_filename in CLOCKS:  # it runs beside every request, not for it
+                return
+            caller = caller.f_back
+        paths.add(frame.f_code.co_filename)
 
 
 async def files_by_request(folder: Path) -> dict[str, set[str]]:
     """What one request of each kind enters once its user's prefix is resident.
 
-    What the instance does besides (clocks, samples of the loop) meets one run and not the next: what all have counts.
+    What the instance does besides meets one run and not the next: what all have counts.
     """
     entered = Entered()
     found: dict[str, set[str]] = {}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from npu_gr.tools.erase_check import Searched
 
 PATIENCE_S = 60.0  # for a service that has no room, or restarts
+CALL_PATIENCE_S = 5.0  # of one call of a consumer, which tries a round again for ever
 SHOWN = 20  # lines about damage
 
 
@@ -106,7 +107,6 @@ def load(
 @click.option(
     "--dead-letters", default="dead-letters.jsonl", show_default=True, type=FILE, help="For what is no event."
 )
-@click.option("--dead-letter-topic", help="For the same, in the place of the file.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Answer Prometheus here.")
 @click.option("--metrics-host", default="127.0.0.1", show_default=True)
 @click.option(
@@ -141,14 +141,15 @@ def consume(
     A message is a JSON object of one event. Offsets are committed once the store has acknowledged; a message that is
     read again counts once. What is no event goes to the dead letters. While the store has no room it waits.
     """
-    from npu_gr.tools.consume.message import Fields
-    from npu_gr.tools.consume.run import KafkaConfig, consume
+    from npu_gr.tools.consume import ConsumeConfig, consume
+    from npu_gr.tools.consume_message import Fields
+    from npu_gr.tools.ingest import open_target
 
     config = None if config_path is None else load_config(config_path, overrides)
     of_events = {name: field or name for name, _, field in (told.partition("=") for told in features)}
     fields = Fields(user=user, item=item, event=event, time=time_field, features=of_events)
-    where = KafkaConfig(**kafka)
-    done = run_async(lambda: consume(where, fields, tenant, config, url, api_key))
+    where = ConsumeConfig(fields=fields, tenant=tenant, **kafka)
+    done = run_async(lambda: consume(where, lambda: open_target(config, url, api_key, CALL_PATIENCE_S)))
     click.echo(", ".join(f"{count} {result}" for result, count in done.items()))
 
 

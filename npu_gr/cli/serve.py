@@ -18,12 +18,6 @@ from npu_gr.cli.options import CONFIG, SET, load_config, run_async
 @SET
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     """Start one instance. SIGTERM drains and stops it, SIGHUP reads the configuration again, SIGUSR1 logs stacks."""
-    from npu_gr.front.plan import read_server
-
-    if read_server(config_path, overrides).workers:
-        from npu_gr.cli.front import supervise
-
-        sys.exit(supervise(config_path, overrides))
     from npu_gr.server.access_log import lines_to_stdout
     from npu_gr.service.app import run
 
@@ -56,8 +50,7 @@ def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: boo
     Prints it whole, defaults included, and where each other value came from; then, on standard error, what was found.
     Exit code 0, or 1: a start would refuse something that it names, or 2: the configuration itself is wrong.
     """
-    from npu_gr.tools.check_config import examine, is_well, read, shown
-    from npu_gr.tools.findings import table
+    from npu_gr.tools.check_config import examine, is_well, read, shown, table
 
     config = read(config_path, overrides)
     click.echo(shown(config, config_path, overrides), nl=False)

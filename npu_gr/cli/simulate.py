@@ -39,7 +39,7 @@ def simulate() -> None:
 )
 @click.option("--calibration", type=FILE, help="File of `npu-gr calibrate`; replaces the costs of the CONFIG.")
 @click.option("--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate.")
-@click.option("--out", type=FILE, help="Write simulation.json and simulation.html into this folder.")
+@click.option("--out", type=FILE, help="Write simulation.json into this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def run_command(
     config_path: Path,
@@ -56,12 +56,9 @@ def run_command(
     from rich.console import Console
 
     from npu_gr.core.settings import load
-    from npu_gr.simulate.calibration import calibrated
-    from npu_gr.simulate.capacity import search
-    from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-    from npu_gr.simulate.fleet import FleetResult
+    from npu_gr.simulate.config import DeviceProfile, SimulateConfig, calibrated
+    from npu_gr.simulate.fleet import FleetResult, as_dict, render, search
     from npu_gr.simulate.fleet import simulate as play
-    from npu_gr.simulate.page import as_dict, page, render
 
     logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)  # an overloaded fleet fails often; the result counts it
     config = load(config_path, SimulateConfig, overrides)
@@ -79,7 +76,6 @@ def run_command(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "simulation.json").write_text(json.dumps(as_dict(runs, found, settings), indent=2) + "\n")
-        (out / "simulation.html").write_text(page(runs, found, settings))
         click.echo(f"report in {out}", err=True)
     if as_json:
         click.echo(json.dumps(as_dict(runs, found, settings), indent=2))

@@ -55,7 +55,6 @@ def calibrate(
 @click.option("--acceptance", is_flag=True, help="Run every operator and whole requests too, a process each, and time.")
 @click.option("--quick", is_flag=True, help="For --acceptance: small shapes in place of a service's.")
 @click.option("--timeout-s", default=300.0, show_default=True, help="For --acceptance: of a step, which is then named.")
-@click.option("--msprof", is_flag=True, help="For --acceptance: profile each operator with CANN's msprof.")
 @click.option("--bundle", default="npu_gr-acceptance.tar.gz", show_default=True, type=FILE, help="What to send us.")
 @click.option("--step", hidden=True, help="Run one step of the acceptance in this process.")
 @click.option("--security", is_flag=True, help="Say instead what CONFIG leaves open, and to whom.")
@@ -68,7 +67,6 @@ def doctor(
     acceptance: bool,
     quick: bool,
     timeout_s: float,
-    msprof: bool,
     bundle: Path,
     step: str | None,
     security: bool,
@@ -78,29 +76,29 @@ def doctor(
     """Say which of our ops work on this machine, and what to do about those that do not. Exit code 0 or 1."""
     if security:
         _doctor_security(as_json, config_path, overrides)
-    from npu_gr.tools import acceptance_run, acceptance_steps
+    from npu_gr.tools import acceptance as steps
     from npu_gr.tools.doctor import examine, is_well
 
     name: Any = backend or "cpu"
     if step is not None:
-        click.echo(json.dumps(acceptance_steps.run(name, step, quick)._asdict()))
+        click.echo(json.dumps(steps.run_step(name, step, quick)._asdict()))
         return
     if acceptance:
 
         def tell(begun: str) -> None:
             click.echo(f"{begun} ...", err=True)
 
-        done = acceptance_run.run(name, bundle, timeout_s, quick, msprof, tell)
+        done = steps.run(name, bundle, timeout_s, quick, tell)
         click.echo(f"in {bundle}", err=True)
     else:
-        done = acceptance_run.Acceptance(examine(backend, hstu_library), [])  # type: ignore[arg-type]
+        done = steps.Acceptance(examine(backend, hstu_library), [])  # type: ignore[arg-type]
     click.echo(json.dumps(done.as_dict()) if as_json else done.as_text())
     sys.exit(not is_well(done.findings))
 
 
 def _doctor_security(as_json: bool, config_path: Path | None, overrides: tuple[str, ...]) -> NoReturn:
+    from npu_gr.tools.check_config import table
     from npu_gr.tools.doctor_security import examine, is_closed
-    from npu_gr.tools.findings import table
 
     if config_path is None:
         raise click.UsageError("--security needs --config")
@@ -133,13 +131,11 @@ def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
 @click.option("--out", type=FILE, help="Folder of the library; by default where the backend looks for it.")
 def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:
     """Build the kernels from the sources that ship with this installation. --cpu or --ascend says for what."""
-    from npu_gr.tools.build_ops import build_ascend, build_cpu, build_door
+    from npu_gr.tools.build_ops import build_ascend, build_cpu
 
     if device is None:
         raise click.UsageError("say --cpu or --ascend")
     click.echo(build_cpu(out) if device == "cpu" else build_ascend(out, soc))
-    if device == "cpu" and sys.platform == "linux":
-        click.echo(build_door(out))
 
 
 @click.command(short_help="Evaluate a running service on users' last events.")
@@ -147,8 +143,6 @@ def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:
 @click.option("--admin-url", default="http://127.0.0.1:8081", show_default=True, help="Its admin address.")
 @click.argument("log", required=False, type=FILE)
 @click.option("--users", type=click.IntRange(1), help="Ask for so many users only, drawn at random.")
-@click.option("--choose", is_flag=True, help="Instead try every set of sources in every order, and name the best.")
-@click.option("--write", "written", type=FILE, help="With --choose: put it into this configuration.")
 @API_KEY
 @AS_JSON
 def judge(
@@ -156,23 +150,19 @@ def judge(
     admin_url: str,
     log: Path | None,
     users: int | None,
-    choose: bool,
-    written: Path | None,
     api_key: str | None,
     as_json: bool,
 ) -> None:
     """Evaluate a running service: ask for the last event of each user of LOG, of the cascade and of each stage alone.
 
-    Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K. With --choose, half
-    of the users choose the sources and the order, and the others judge them.
+    Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K.
     """
     import numpy as np
     from rich.console import Console
 
     from npu_gr.dataset.log import read_log
     from npu_gr.features.interactions import movielens_100k
-    from npu_gr.tools.choose_cascade import choose_over_http, write
-    from npu_gr.tools.evaluate_service import evaluate
+    from npu_gr.tools.judge import evaluate
     from npu_gr.train.data import to_train_on
     from npu_gr.train.next_event import next_events
 
@@ -180,17 +170,9 @@ def judge(
         events = read_log(log or movielens_100k())
         known = to_train_on(events.users, events.timestamps, "leave-one-out")
         cases = next_events(events, known, users)
-        if choose:
-            choice = await choose_over_http(url, admin_url, cases, api_key=api_key)
-            click.echo(json.dumps(choice.as_dict()) if as_json else "\n".join(choice.lines()))
-            if written is not None:
-                click.echo(write(choice, written), err=as_json)
-            return
         found = await evaluate(url, admin_url, cases, np.unique(events.items).tolist(), api_key=api_key)
         click.echo(json.dumps(found.as_dict())) if as_json else Console().print(found.table())
 
-    if written is not None and not choose:
-        raise click.UsageError("--write goes with --choose")
     run_async(work)
 
 

@@ -387,8 +387,8 @@ def import_(
     """
     import numpy as np
 
-    from npu_gr.model.imported.converted import GivenNames
     from npu_gr.model.imported.families import convert
+    from npu_gr.model.imported.source import GivenNames
     from npu_gr.model.weights import Checkpoint, save
 
     ids = None

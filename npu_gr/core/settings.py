@@ -60,7 +60,7 @@ GONE: dict[str, str] = {
     "instance_idle_s": "nothing: HAProxy keeps idle connections for 5 s",
     "health.path": "nothing: it is /readyz",
     "health.panic_ratio": "nothing: without an instance that is up the answer is 503",
-    "breaker": "health.failures (breaker.failures) and health.return_s (breaker.return_s); instances are not compared by speed",
+    "breaker": "health.failures and health.return_s; instances are not compared by speed",
     "retry": "nothing: a rank without an answer after 5 times its objective goes to another instance, at most twice",
     "limits.max_inflight": "limits.instance_queue and limits.instance_inflight, of each instance",
     "limits.instance_idle": "nothing: HAProxy decides",
@@ -68,6 +68,10 @@ GONE: dict[str, str] = {
     "limits.stream_over_bytes": "limits.buffer_bytes",
     "limits.max_header_bytes": "limits.buffer_bytes",
     "limits.max_headers": "nothing: HAProxy takes 101",
+    "server.workers": "the process with the models serves HTTP; more cores: more instances behind `npu-gr route`",
+    "server.max_connections": "the limit of a proxy: `npu-gr route`, or the system's limit of open files",
+    "server.header_timeout_s": "the proxy closes connections that send their headers slowly (`npu-gr route`)",
+    "server.write_timeout_s": "the proxy closes connections that do not read their answer (`npu-gr route`)",
 }
 
 

@@ -28,8 +28,8 @@ from npu_gr.core.words import quoted
 from npu_gr.engine.queue import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.coverage import Before, anything
 from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.scored_items import Before, anything
 from npu_gr.matching.config import MatchConfig
 from npu_gr.matching.matcher import MatchedItems, Matcher, MatchQuery
 from npu_gr.matching.vectors import load

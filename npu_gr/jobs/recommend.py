@@ -21,10 +21,9 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.kinds import SIGNAL
 from npu_gr.core.request import RecommendAnswer, RecommendRequest, SignalAnswer, Verdict
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import RecommendConfig
+from npu_gr.jobs.cascade_plan import RecommendConfig, load_hook
 from npu_gr.jobs.cascade_run import CascadeParts, CascadeRun
 from npu_gr.jobs.histories import Histories, UserHistory
-from npu_gr.jobs.hook import load_hook
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.sources import SizedSource
 from npu_gr.jobs.versions import Versions

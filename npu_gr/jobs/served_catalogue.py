@@ -25,8 +25,7 @@ from npu_gr.core.served import CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.coverage import Before, anything
-from npu_gr.jobs.scored_items import Commit, Follow, nobody
+from npu_gr.jobs.scored_items import Before, Commit, Follow, anything, nobody
 
 
 class ServedCatalogue:

@@ -13,14 +13,14 @@ import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from npu_gr.catalogue.names import ItemNames, names_of, titles_of
 from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotFound
 from npu_gr.core.feature_schema.columns import ModelFeatures
-from npu_gr.core.names import ActionNames
+from npu_gr.core.names import ActionNames, is_hashed
 from npu_gr.core.published import Published
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.time_order import OnUnsorted
@@ -263,6 +263,8 @@ class ServedNames:
 
     def items(self, ids: I64) -> list[str | int]:
         """Name each item: [n] -> n names; an item that no table knows is named by its id."""
+        if not is_hashed(ids).any():
+            return cast("list[str | int]", ids.tolist())
         return names_of(self._tables(), ids)
 
     def titles(self, ids: I64) -> list[str | None]:

@@ -11,7 +11,6 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core import settings
-from npu_gr.core.setting_types import IN_BYTES
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
 from npu_gr.core.tls import ClientTlsConfig, ServerTlsConfig
 from npu_gr.core.words import whole

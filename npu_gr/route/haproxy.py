@@ -228,7 +228,6 @@ unless metrics METH_GET or changes METH_POST
 
 def _users(config: RouterConfig, material: Material) -> str:
     limits, health = config.limits, config.health
-    number = ids(material.instances)
     special = [one for one in material.instances if one.special] or material.instances
     factor = f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n" if config.relay.load_factor >= 1 else ""
     late = "\n".join(
@@ -236,7 +235,9 @@ def _users(config: RouterConfig, material: Material) -> str:
         f"if {{ {_on(kind)} }}"
         for kind in routed(Routing.FOLLOW, Routing.SIGNAL)
     )
-    servers = "\n".join(f"  {_server(one, material, number)}{_agent(one)}{_name_in_certificate(config, one)}" for one in special)
+    servers = "\n".join(
+        f"  {_server(one, material, number)}{_agent(one)}{_name_in_certificate(config, one)}" for one in special
+    )
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
     return f"""backend users  # signals, ranks and all else that is one user's
   balance hash var(txn.user)
@@ -259,9 +260,8 @@ maxconn {limits.instance_inflight} maxqueue {limits.instance_queue}
 
 
 def _any(config: RouterConfig, material: Material) -> str:
-    number = ids(material.instances)
     normal = [one for one in material.instances if one.normal] or material.instances
-    servers = "\n".join(f"  {_server(one, material, number)}{_name_in_certificate(config, one)}" for one in normal)
+    servers = "\n".join(f"  {_server(config, material, one)}" for one in normal)
     return f"""backend any  # what is about nobody or many, and ranks that want no prefix
   balance leastconn
   timeout queue 1s
@@ -291,7 +291,8 @@ def _ready() -> str:
 {{ var(proc.draining) -m bool }}
   http-request return status 503 content-type application/json string '{{"ready":false}}' if {ready} \
 {{ nbsrv(users) lt 1 }}
-  http-request return status 200 content-type application/json string '{{}}' if {{ path {" ".join(_OWN_ROUTES)} }} METH_GET"""
+  http-request return status 200 content-type application/json string '{{}}' \
+if {{ path {" ".join(_OWN_ROUTES)} }} METH_GET"""
 
 
 def _no_foreign_pages(host: str) -> str:
@@ -319,9 +320,10 @@ def _keys(config: RouterConfig, name: str, condition: str = "") -> str:
     """Refuse a request without a key before its body; what the key may do is the instance's to say."""
     if not config.api_keys_file:
         return "  # no keys: allow_unauthenticated, or loopback"
+    known = f"{{ var(txn.key),map_str({HERE}/{name}) -m found }}"
     return f"""  http-request set-var(txn.key) req.hdr(authorization),regsub("^[Bb]earer +",""),sha2(256),hex
   http-request return status 401 content-type application/problem+json string '{_problem("unauthorized")}' \
-hdr WWW-Authenticate Bearer if {condition + " " if condition else ""}!{{ var(txn.key),map_str({HERE}/{name}) -m found }}"""
+hdr WWW-Authenticate Bearer if {condition + " " if condition else ""}!{known}"""
 
 
 def _allowed() -> str:
@@ -351,7 +353,8 @@ def _told() -> str:
 def _overloaded(backend: str) -> str:
     """A request that waited too long is refused for load, which is no error of the service: 429, and when to retry."""
     own = "!{ var(txn.answered) -m bool }"
-    return f"""  http-after-response set-status 429 reason "Too Many Requests" if {{ status 503 }} {own} {{ nbsrv({backend}) gt 0 }}
+    return f"""  http-after-response set-status 429 reason "Too Many Requests" \
+if {{ status 503 }} {own} {{ nbsrv({backend}) gt 0 }}
   http-after-response set-header Retry-After 1 if {{ status 429 503 }} {own}
   http-after-response set-header Retry-After-Ms %[rand(75),add(20)] if {{ status 429 }} {own}"""
 
@@ -366,9 +369,12 @@ def _check(config: RouterConfig, material: Material) -> str:
   default-server check {every}{tls}"""
 
 
-def _server(one: InstanceConfig, material: Material, number: dict[str, int]) -> str:
+def _server(config: RouterConfig, material: Material, one: InstanceConfig) -> str:
     at = _address(material.addresses[one.name], one.port)
-    return f"server {one.name} {at} id {number[one.name]} weight {round(100 * one.weight)}"
+    number = ids(material.instances)[one.name]
+    name = certified(config, one)  # whose certificate it must show
+    tls = f" verifyhost {name} sni str({name}) check-sni {name}" if name else ""
+    return f"server {one.name} {at} id {number} weight {round(100 * one.weight)}{tls}"
 
 
 def _agent(one: InstanceConfig) -> str:
@@ -394,12 +400,6 @@ def _server_tls(tls: ClientTlsConfig | None, shows_certificate: bool) -> str:
         return ""
     shown = f" crt {HERE}/call.pem" if shows_certificate else ""
     return f" ssl verify required ca-file {tls.ca or '@system-ca'}{shown}"
-
-
-def _name_in_certificate(config: RouterConfig, one: InstanceConfig) -> str:
-    """Say whose certificate an instance must show."""
-    name = certified(config, one)
-    return f" verifyhost {name} sni str({name}) check-sni {name}" if name else ""
 
 
 def routed(*routings: Routing) -> list[Kind[Any, Any]]:

@@ -63,7 +63,7 @@ class UserInBody(msgspec.Struct, frozen=True):
     user_id: str | int
 
 
-class Refused(Exception):  # noqa: N818  (an answer, not a fault)
+class Refused(Exception):
     """A request that the picker answers itself."""
 
     def __init__(self, status: int, why: str) -> None:

@@ -168,7 +168,12 @@ async def check(path: Path) -> None:
         ConfigError: it is refused, or there is no HAProxy.
     """
     process = await asyncio.create_subprocess_exec(
-        await asyncio.to_thread(_program), "-c", "-f", str(path), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        await asyncio.to_thread(_program),
+        "-c",
+        "-f",
+        str(path),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
     )
     _, errors = await process.communicate()
     if process.returncode:

@@ -248,7 +248,7 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
         checkpoint.model.cast(getattr(torch, config.dtype))
     check_weights(checkpoint.model, f"checkpoint {config.checkpoint}")
     model = checkpoint.model.to(backend.device).eval()
-    model.freeze_items(config.service.spare_items if model.config.scores_new_items else 0)
+    model.items.freeze(config.service.spare_items if model.config.scores_new_items else 0)
     backend.synchronize()  # a device thread reads it in a stream of its own
     return checkpoint
 

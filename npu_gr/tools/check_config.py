@@ -28,8 +28,8 @@ from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
 from npu_gr.features.store import HistoryConfig
 from npu_gr.features.user_features import open_source
+from npu_gr.jobs.cascade_plan import load_hook
 from npu_gr.jobs.config import GenerateConfig
-from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors
 from npu_gr.matching.config import MatchConfig
 from npu_gr.relay.config import beside
@@ -308,3 +308,23 @@ def _port(key: str, host: str, port: int) -> Iterator[Opened]:
         yield Opened(key, OpenedState.NOTE, f"{host}:{port}: {error.strerror}")
     else:
         yield Opened(key, OpenedState.OK, f"{host}:{port}" if port else f"{host}, any free one")
+
+
+def table(findings: Sequence[tuple[str, StrEnum, str, str] | tuple[str, StrEnum, str, str, str]]) -> str:
+    """Format findings for people: a line each, and under one that is not well what to do about it.
+
+    Args:
+        findings: name, state, what was found, remedy or "", and the section of the report or nothing.
+    """
+    width = max(len(name) for name, *_ in findings)
+    lines: list[str] = []
+    last = ""
+    for name, state, found, remedy, *of_section in findings:
+        section = of_section[0] if of_section else ""
+        if section != last:
+            lines.append(f"\n{section}".rstrip() if lines else section)
+            last = section
+        lines.append(f"{state.value:8}{name:{width}}  {found}")
+        if remedy:
+            lines.append(f"{'':8}{'':{width}}  -> {remedy}")
+    return "\n".join(lines)

@@ -51,7 +51,6 @@ async def test_a_replay_in_two_processes(authority: Authority, instance: Running
     words = ("replay", str(log), "--url", instance.url, "--no-signals", "--closed", "1", "--timeout-ms", "20000")
     code, text = await run(*files(authority), *words, "--processes", "2")
     assert code == 0, text
-    assert instance.entrance.door.admitted == 0
     answered = [instance.count("requests_total", route="/v1/rank", code=code) or 0 for code in ("200", "429")]
     assert sum(answered) == 20, text  # on a busy machine some are refused
     assert answered[0] > 0, text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,10 +11,8 @@ from typing import Any
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
-from click.testing import CliRunner
 from prometheus_client import CollectorRegistry, generate_latest
 
-from npu_gr.cli.main import main
 from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.core.settings import from_table as settings_from_table
 from npu_gr.core.settings import override

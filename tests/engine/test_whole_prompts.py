@@ -38,7 +38,7 @@ from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model import t5
 from npu_gr.model.generative import UnsharedKV
-from npu_gr.model.t5_config import T5Config
+from npu_gr.model.t5 import T5Config
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
 from tests.encoder_decoders import Encoded

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
-from npu_gr.jobs.coverage import Coverage, CoverageRule
+from npu_gr.jobs.scored_items import Coverage, CoverageRule
 from npu_gr.model.history_tokens import ItemVocabulary
 
 

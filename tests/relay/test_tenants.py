@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.engine.kv.config import KVConfig
+from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import TriggerConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-from npu_gr.simulate.engine import SimulatedPrefix
+from npu_gr.simulate.device import SimulatedPrefix
 from npu_gr.simulate.instance import SimulatedInstance
 from tests.engine.kv.invariants import check_pool
 

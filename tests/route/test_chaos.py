@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from npu_gr.route.process import TEACHES_S
-from tests.route.chaos import LIGHT, RETURN_S, USERS, Fleet, Load, Window, fleet
+from tests.route.chaos import LIGHT, RETURN_S, USERS, Fleet, Load, fleet
 
 NAMES = ("a", "b", "c")
 _STEADY_S = 60.0
@@ -47,7 +47,7 @@ class Run:
         self.homes |= {s.user: s.instance for s in window.samples if s.kind == "signal"}
 
     async def fault(self, what: str, victim: str | None, since_at: float, signals_may_fail: bool) -> None:
-        """Check after a fault that no rank has failed, and that only the users of the instance at fault have noticed."""
+        """Check after a fault that no rank has failed, and that only the users of the victim have noticed."""
         took_s = await self.fleet.whole(len(self.names))
         window = await self.load.window(since_at, time.monotonic())
         theirs = {user for user, home in self.homes.items() if home == victim}

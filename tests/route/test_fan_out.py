@@ -98,7 +98,11 @@ def test_the_verdict(change: Change, answers: dict[str, tuple[int, str]], status
         (DELETE, {"a": (204, ""), "b": (0, "no answer in time")}, r"b \(no answer in time\)"),
         (DELETE, {"a": (0, fan_out.UNREACHABLE)}, r"a \(unreachable\)"),
         (DELETE, {"a": (204, ""), "b": (403, "")}, r"b \(403\)"),
-        (RELOAD, {"a": (200, ""), "b": (0, fan_out.UNREACHABLE)}, r"b \(unreachable\)"),  # it would serve something else
+        (
+            RELOAD,
+            {"a": (200, ""), "b": (0, fan_out.UNREACHABLE)},
+            r"b \(unreachable\)",
+        ),
         (DELETE, {}, "any instance"),
     ],
 )

@@ -102,7 +102,10 @@ async def test_files_that_hold_secrets_are_private(tmp_path: Path, authority: Au
             "server_name": "npu-gr",
         },
     )
-    assert f"ssl crt {tmp_path}/1/listen.pem alpn h2,http/1.1 ssl-min-ver TLSv1.3 ca-file {authority.ca} verify required" in text
+    assert (
+        f"ssl crt {tmp_path}/1/listen.pem alpn h2,http/1.1 ssl-min-ver TLSv1.3 ca-file {authority.ca} verify required"
+        in text
+    )
     assert f"ssl verify required ca-file {authority.ca} crt {tmp_path}/1/call.pem" in text
     assert "verifyhost npu-gr sni str(npu-gr) check-sni npu-gr" in text
     assert text.count(f"map_str({tmp_path}/1/keys.map)") == 1

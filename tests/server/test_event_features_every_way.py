@@ -15,10 +15,6 @@ import pytest
 from npu_gr.client import AsyncClient, Behaviours
 from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.core.history import Events, UserKey
-from npu_gr.core.request import EventsRequest
-from npu_gr.front import frames
-from npu_gr.front.wire import decoder, encoder, wire_of
 from npu_gr.replay.body import encode
 from npu_gr.replay.files import read
 from npu_gr.server.codec.media import MSGPACK
@@ -131,16 +127,6 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
         await caller.events("client", behaviours)
         ranked = await caller.rank("client", CANDIDATES, timestamp=SHOWN_AT)
         assert {task: scores.tolist() for task, scores in ranked.scores.items()} == want["scores"]
-
-
-async def test_a_frame_to_the_engine_carries_them(features: tuple[Feature, ...]) -> None:
-    sent = Sent(features, 12, 3)
-    one = msgspec.structs.replace(events(12, 3), features=sent.columns)
-    wire = wire_of(EventsRequest)
-    packed = encoder().encode(frames.pack(wire, EventsRequest(user=UserKey("", "u"), events=one)))
-    got: Events = frames.unpack(wire, decoder(wire.type).decode(packed)).events
-    assert got.fingerprint() == one.fingerprint()
-    assert got.features.given.keys() == one.features.given.keys() != set()
 
 
 async def test_recorded_events_fill_another_store_the_same(tmp_path: Path, features: tuple[Feature, ...]) -> None:

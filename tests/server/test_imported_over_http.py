@@ -25,7 +25,7 @@ def imported(folder: Path, family: str, name: str, settings: dict[str, Any], *mo
     source.mkdir()
     torch.save({"model_state_dict": {f"module.{k}": v for k, v in weights.items()}}, source / "model_ep100")
     (source / "run.gin").write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
-    arguments = ["import", "hstu", "--from", family, str(source), "--out", str(folder / "checkpoint"), *more]
+    arguments = ["import", "--from", family, str(source), "--out", str(folder / "checkpoint"), *more]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     return known
@@ -118,7 +118,7 @@ async def test_contextual_tokens_of_torcheasyrec(tmp_path: Path) -> None:
         weights, known = fixture(name)
         torch.save(weights, source / "model/weights.pt")
         (source / "pipeline.config").write_text((DATA / f"{name}.config").read_text())
-        arguments = ["import", "hstu", "--from", "torcheasyrec", str(source), "--out", str(tmp_path / "checkpoint")]
+        arguments = ["import", "--from", "torcheasyrec", str(source), "--out", str(tmp_path / "checkpoint")]
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 0, result.output
         assert is_cached == ("relay.enabled: false" not in result.output)

@@ -257,9 +257,9 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path, monkeypa
         assert service.versions.ranker().engine is engine
         assert weighed == [{"shop": 2.0}]
         assert (relay.t_life_s, relay.tiers[0].waits.t_life_s, engine.objective_s) == (3.0, 3.0, 0.25)
-        slots = [await service.door.enter("rank", "", time.monotonic(), 1.0) for _ in range(3)]
+        slots = [await service.admission.enter("rank", "", time.monotonic(), 1.0) for _ in range(3)]
         with pytest.raises(Overloaded):
-            await service.door.enter("rank", "", time.monotonic(), 0.01)
+            await service.admission.enter("rank", "", time.monotonic(), 0.01)
         for slot in slots:
             slot.leave()
         body = {"user_id": "u", "history": history(Request(LENGTH, 5, 0)), "candidates": [FIRST_ID]}

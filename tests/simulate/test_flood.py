@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.admission.brownout import BrownoutConfig
-from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.engine.kv.config import KVConfig
+from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import TriggerConfig
+from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import SimulatedInstance

@@ -21,7 +21,11 @@ from tests.keys import entry, write_keys
 from tests.route.fake import free_port
 from tests.serving import make_config, write_checkpoint
 
-ROUTER = {"discovery": {"instances": [{"name": "a", "host": "h", "port": 1}]}, "port": free_port(), "admin_port": free_port()}
+ROUTER = {
+    "discovery": {"instances": [{"name": "a", "host": "h", "port": 1}]},
+    "port": free_port(),
+    "admin_port": free_port(),
+}
 
 
 def examined(folder: Path, **sections: object) -> dict[str, Opened]:

@@ -80,6 +80,30 @@ def rules() -> dict[tuple[str, str], Rule]:
     return kinds | _OTHERS
 
 
+class Address:
+    """One address that an instance listens on, and the routes that it serves."""
+
+    def __init__(self, *, is_public: bool = True, is_admin: bool = True, refuses_foreign_hosts: bool = False) -> None:
+        """Serve routes.
+
+        Args:
+            is_public: those for clients.
+            is_admin: those for operators.
+            refuses_foreign_hosts: only if they are sent to a name of this machine.
+        """
+        self.is_public = is_public
+        self.refuses_foreign_hosts = refuses_foreign_hosts
+        served: dict[str, bool] = {}
+        for (_, path), rule in rules().items():
+            serves = (is_public and rule.is_public) or (is_admin and rule.is_admin)
+            served[path] = served.get(path, False) or serves
+        self._elsewhere = frozenset(path for path, is_served in served.items() if not is_served)
+
+    def serves(self, path: str) -> bool:
+        """Whether it serves a route: the route's pattern; where none matched, the path of the request."""
+        return path not in self._elsewhere
+
+
 # The router's admin address; its public address serves the public routes of the instances. None = no key is needed.
 ROUTER_ADMIN: dict[tuple[str, str], Scope | None] = {
     ("GET", "/healthz"): None,

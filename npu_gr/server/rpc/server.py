@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 16_384  # of a call
 MAX_STREAMS = 1024  # calls of a connection at once
+MAX_CALLS = 4096  # at once
+HANDSHAKE_S = 5.0
+KEEPALIVE_TIMEOUT_S = 10.0  # for a client to answer a ping
 KEEPALIVE_S = 30.0  # without a sign of life the other end is asked for one
 LEAST_PING_S = 10.0  # between two questions of a client's; who asks more often is told to go
 
@@ -90,7 +93,7 @@ class RpcServer:
         server = grpc.aio.server(
             handlers=[Handlers()],
             options=_options(config, is_shared=is_shared),
-            maximum_concurrent_rpcs=config.max_connections,
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"
@@ -157,10 +160,10 @@ def open_rpc(
 
 def _options(config: ServerConfig, *, is_shared: bool) -> list[tuple[str, int]]:
     seconds = {  # milliseconds to gRPC
-        "grpc.server_handshake_timeout_ms": config.header_timeout_s,
+        "grpc.server_handshake_timeout_ms": HANDSHAKE_S,
         "grpc.max_connection_idle_ms": config.idle_timeout_s,
         "grpc.keepalive_time_ms": KEEPALIVE_S,
-        "grpc.keepalive_timeout_ms": config.write_timeout_s,
+        "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_S,
         "grpc.http2.min_ping_interval_without_data_ms": LEAST_PING_S,
     }
     return [

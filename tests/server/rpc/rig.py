@@ -18,7 +18,7 @@ from npu_gr.server.rpc.server import RPC, RpcServer
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, metrics_of_all_kinds
 from tests.server.oip.inputs import infer_message, inputs_of
-from tests.serving import DoorServer
+from tests.serving import InstanceServer
 
 INFER = f"/{INFERENCE}/ModelInfer"
 
@@ -87,7 +87,7 @@ async def serving_rpc(
     service = service or FakeService({name: one.answer for name, one in EXAMPLES.items()})
     metrics = metrics_of_all_kinds()
     app = build_web_app(service, ServerConfig(**{"grpc_port": 0, "shutdown_timeout_s": 5.0, **settings}), metrics)
-    async with TestClient(DoorServer(app)) as http:
+    async with TestClient(InstanceServer(app)) as http:
         rpc = app[RPC]
         await rpc.listen()
         address = f"127.0.0.1:{rpc.port}"

@@ -435,7 +435,6 @@ async def test_a_port_that_is_taken_is_told() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"grpc_port": 0, "workers": 2}, "grpc_port: 0, any free one, and workers: 2, which share one: name a port"),
         ({"grpc_port": 8080}, "grpc_port: 8080 is the port of HTTP too"),
         ({"grpc_port": 8081}, "grpc_port: 8081 is the port of HTTP too"),
     ],
