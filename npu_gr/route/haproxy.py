@@ -69,7 +69,7 @@ class Material:
 
 
 def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
-    """Return HAProxy's number of each instance: a hash of its name; the rare second one with the same takes the next."""
+    """Return HAProxy's number of each instance: a hash of its name, or the next free one."""
     found: dict[str, int] = {}
     for name in sorted(one.name for one in instances):
         number = 1 + xxhash.xxh32_intdigest(name.encode()) % (2**31 - 2)
@@ -235,9 +235,7 @@ def _users(config: RouterConfig, material: Material) -> str:
         f"if {{ {_on(kind)} }}"
         for kind in routed(Routing.FOLLOW, Routing.SIGNAL)
     )
-    servers = "\n".join(
-        f"  {_server(one, material, number)}{_agent(one)}{_name_in_certificate(config, one)}" for one in special
-    )
+    servers = "\n".join(f"  {_server(config, material, one)}{_agent(one)}" for one in special)
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
     return f"""backend users  # signals, ranks and all else that is one user's
   balance hash var(txn.user)

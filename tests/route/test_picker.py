@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from npu_gr.core.kinds import Routing
 from npu_gr.core.settings import from_table
 from npu_gr.route import external_processor_pb2 as pb
 from npu_gr.route import picker
@@ -254,7 +255,7 @@ async def test_the_list_of_instances_changes_and_moves_only_its_own_users() -> N
         homes = []
         for listed in (of[:3], of):
             await fleet.look(way, listed, await addresses(listed, {}))
-            homes.append([fleet.choose(picker.Routing.SIGNAL, f"u{i}".encode(), None)[0] for i in range(200)])
+            homes.append([fleet.choose(Routing.SIGNAL, f"u{i}".encode(), None)[0] for i in range(200)])
         moved = {after for before, after in zip(*homes, strict=True) if before != after}
         assert moved == {"i3"}
     finally:
