@@ -72,7 +72,7 @@ class Refused(Exception):
         self.why = why
 
 
-class Fleet:
+class EndpointTable:
     """The instances as the picker knows them: the ring, who is ready, at which address, how many requests each has."""
 
     def __init__(self, config: RouterConfig) -> None:
@@ -156,7 +156,7 @@ def _names(chosen: Place | None) -> list[str]:
 class Pick:
     """One request of a gateway."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: EndpointTable) -> None:
         self._fleet = fleet
         self._routing: Routing | None = None
         self._mode: pb.BodySendMode = pb.NONE  # in which the gateway sends the request's body
@@ -327,7 +327,7 @@ def _entry(metadata: bytes, space: str, name: str) -> Any:
 class Services:
     """The two gRPC services of the picker: external processing, and gRPC's health checks."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: EndpointTable) -> None:
         self._fleet = fleet
 
     async def process(self, requests: AsyncIterator[pb.ProcessingRequest], context: Any) -> None:
@@ -384,7 +384,7 @@ async def picking(config: RouterConfig, look: Any) -> AsyncIterator[int]:
         ConfigError: the address is in use, or its certificate cannot be used.
     """
     assert config.picker is not None
-    fleet = Fleet(config)
+    fleet = EndpointTable(config)
     await fleet.look(*look())
     options = [
         ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),

@@ -23,7 +23,7 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -351,10 +351,17 @@ async def routing(read: Callable[[], RouterConfig]) -> AsyncIterator[tuple[Route
         stack.push_async_callback(proxy.stop, route.config.shutdown_timeout_s)
         await proxy.start()
         if route.config.picker is not None:
-            from npu_gr.route.picker import picking
-
+            picking = _picking()
             await stack.enter_async_context(picking(route.config, lambda: (route.way, route.listed, route.addresses)))
         yield route, proxy
+
+
+def _picking() -> Callable[..., AbstractAsyncContextManager[int]]:
+    try:
+        from npu_gr.route.picker import picking
+    except ImportError as error:
+        raise ConfigError(f"picker needs the extra `picker`: pip install 'npu_gr[picker]' ({error})") from error
+    return picking
 
 
 async def run(path: Path, overrides: Sequence[str] = ()) -> None:

@@ -250,7 +250,7 @@ async def test_the_list_of_instances_changes_and_moves_only_its_own_users() -> N
         await fake.start()
     try:
         config = from_table(table_of(fakes[:3]), RouterConfig)
-        fleet, way = picker.Fleet(config), Way(config)
+        fleet, way = picker.EndpointTable(config), Way(config)
         of = [from_table(row(fake), type(config.discovery.instances[0])) for fake in fakes]
         homes = []
         for listed in (of[:3], of):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.kinds import Scope
+from npu_gr.core.setting_types import settings_of
+from npu_gr.route.config import RouterConfig
 from npu_gr.tools.check_config import table
 from npu_gr.tools.doctor_security import Openness, WayIn, examine, is_closed
+from tests.certificates import Authority
 from tests.keys import entry, write_keys
 
 TLS = {"certificate": "tls.crt", "key": "tls.key", "client_ca": "ca.crt"}
@@ -29,7 +33,7 @@ def instance(folder: Path, **sections: Any) -> list[WayIn]:
 def router(folder: Path, **settings: Any) -> list[WayIn]:
     path = folder / "router.yaml"
     discovery = {"instances": [{"name": "a", "host": settings.pop("to", "127.0.0.1"), "port": 8080}]}
-    path.write_text(yaml.safe_dump({"discovery": discovery, **settings}))
+    path.write_text(yaml.safe_dump({"discovery": discovery} | settings))
     return examine(path)
 
 
@@ -145,6 +149,47 @@ def test_a_router(tmp_path: Path) -> None:
     pair = {name: TLS[name] for name in ("certificate", "key")}
     found = router(tmp_path, to="gr-0", host="0.0.0.0", api_keys_file=keys, tls=TLS, instances_tls=pair)
     assert of(found, "instances gr-0")[1:3] == (Openness.CLOSED, "encrypted; the router shows a certificate")
+
+
+def test_each_address_and_file_of_a_router_has_a_line(tmp_path: Path, authority: Authority) -> None:
+    """Of each setting that names one, derived from the types: a new one without a line fails here."""
+    pair = authority.issue("npu-gr")
+    keys = write_keys(tmp_path / "keys", entry("ops", scopes=[Scope.ADMIN]))
+    (tmp_path / "instances.yaml").write_text("instances: [{name: a, host: gr-0, port: 8080}]")
+    tls = {"certificate": str(pair.certificate), "key": str(pair.key), "client_ca": str(authority.ca)}
+    found = router(
+        tmp_path,
+        host="0.0.0.0",
+        admin_host="0.0.0.0",
+        api_keys_file=keys,
+        tls=tls,
+        instances_tls={"ca": tls["client_ca"], "certificate": tls["certificate"], "key": tls["key"]},
+        peers={"r0": "10.0.0.1:1024"},
+        peer="r0",
+        picker={"host": "0.0.0.0", "tls": {"certificate": tls["certificate"], "key": tls["key"]}},
+        discovery={"file": str(tmp_path / "instances.yaml")},
+    )
+    lines = {  # setting -> how its line begins; the parts of a setting share the line
+        "host": "router 0.0.0.0",
+        "admin_host": "router.admin 0.0.0.0",
+        "picker.host": "router.picker 0.0.0.0",
+        "peers": "peers.r0",
+        "peer": "peers.r0",
+        "api_keys_file": "key ops",
+        "discovery.file": "discovery.file",
+        "discovery.dns.host": "instances",
+        "discovery.instances.host": "instances",
+        "tls.key": "tls.key",
+        "picker.tls.key": "picker.tls.key",
+        "instances_tls.key": "instances_tls.key",
+    }
+    opens = re.compile(r"(host|file|url|key|peers?)$")
+    named = {path for path in settings_of(RouterConfig) if opens.search(path.rpartition(".")[2])}
+    assert named <= lines.keys()
+    for begin in lines.values():
+        assert [way for way in found if way.what.startswith(begin)], begin
+    assert of(found, "router.picker").openness is Openness.OPEN  # without client_ca whoever reaches it asks it
+    assert of(found, "peers.r0").openness is Openness.OPEN
 
 
 def test_the_command_fails_where_something_is_open(tmp_path: Path) -> None:
