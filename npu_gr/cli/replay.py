@@ -247,20 +247,6 @@ CHECKPOINT = click.option(
 )
 
 
-@convert.command("log")
-@click.argument("log", type=FILE)
-@OUT
-@click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
-def convert_log(log: Path, out: Path, bad_lines: str) -> None:
-    """Write a query LOG in another format."""
-    from npu_gr.replay.files import QueryLog, write
-
-    source = QueryLog(log, bad_lines)  # type: ignore[arg-type]
-    click.echo(f"{write(out, source)} records in {out}; {source.num_bad} bad lines")
-    for message in source.bad:
-        click.echo(message, err=True)
-
-
 @convert.command("ratings", short_help="Ranks of each user's newest events.")
 @click.argument("ratings", type=FILE)
 @OUT
