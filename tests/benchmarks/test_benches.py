@@ -31,7 +31,6 @@ from benchmarks import (
     twin,
     wire,
 )
-from benchmarks.ascend_twin import Twin
 from benchmarks.frame import Line
 from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.cpu.library import supported
@@ -41,6 +40,7 @@ from npu_gr.core.settings import to_table
 from npu_gr.model.config import HSTUConfig
 from tests.engine.kv.invariants import check_dram
 from tests.models import tiny_order
+from tests.ops.ascend_twin import Twin
 from tests.server.test_recommend_over_http import section
 from tests.serving import make_config, write_checkpoint
 
