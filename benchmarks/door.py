@@ -44,9 +44,9 @@ from benchmarks.loads import (
 )
 from benchmarks.servers import (
     ADMISSION_OFF,
-    BEHIND_PROXY,
     Server,
     Traffic,
+    behind,
     check,
     fastapi,
     has_fastapi,
@@ -161,9 +161,9 @@ class _Bench:
             return stack.enter_context(running(name, one))
 
         self._plain = started("plain", *ADMISSION_OFF)
-        behind = instance("behind", checkpoint, folder, (*overrides, *BEHIND_PROXY), config)
+        inner = behind("behind", checkpoint, folder, overrides, config)
         self._arms = {
-            BEHIND: stack.enter_context(running(BEHIND, behind, proxy("proxy", [behind.port], folder))),
+            BEHIND: stack.enter_context(running(BEHIND, inner, proxy("proxy", [inner], folder))),
             ALONE: started("alone"),
         }
         if before is not None:

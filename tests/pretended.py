@@ -35,8 +35,8 @@ async def main(folder: Path) -> dict[str, Any]:
     from npu_gr.core.kinds import Routing
     from npu_gr.metrics.dashboards import dashboards
     from npu_gr.metrics.rules import rules
-    from npu_gr.replay.body import encode
     from npu_gr.replay.files import QueryLog
+    from npu_gr.replay.requests import encode
     from npu_gr.route.haproxy import routed
     from npu_gr.service.config import SLOConfig
     from npu_gr.service.job_table import MAKERS

@@ -24,9 +24,9 @@ from npu_gr.metrics.dashboards import dashboards
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import DOOR
 from npu_gr.metrics.rules import rules
-from npu_gr.replay.body import encode
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
+from npu_gr.replay.requests import encode
 from npu_gr.route.haproxy import let_through, routed
 from npu_gr.service.config import SLOConfig
 from tests.matching.vectors import KNOWN

@@ -23,7 +23,6 @@ NOT_OF_AN_IMAGE = {
     "plot",
     "ray",
     "bench",
-    "baselines",
     "feast",
 }  # of commands for a developer, and of a Ray cluster's own image
 LOCKS = [ROOT / "deploy" / name for name in ("requirements.lock", "requirements-build.lock")]

@@ -18,7 +18,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import yaml
@@ -73,6 +73,13 @@ GONE: dict[str, str] = {
     "server.header_timeout_s": "the proxy closes connections that send their headers slowly (`npu-gr route`)",
     "server.write_timeout_s": "the proxy closes connections that do not read their answer (`npu-gr route`)",
 }
+
+
+class LiveConfig(Generic[S]):
+    """The configuration in force: a reload replaces it, and whatever shows a setting reads it here."""
+
+    def __init__(self, config: S) -> None:
+        self.config = config
 
 
 class Gathered(NamedTuple):

@@ -14,7 +14,7 @@ from npu_gr.core import settings
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
 from npu_gr.core.tls import ClientTlsConfig, ServerTlsConfig
 from npu_gr.core.words import whole
-from npu_gr.server.auth.browsers import is_loopback_name
+from npu_gr.server.auth.rules import is_loopback_name
 
 # of an instance: HAProxy, Prometheus and the picker's ring all have it
 NAME = r"[A-Za-z0-9\[](?:[A-Za-z0-9._:\[\]-]{0,126}[A-Za-z0-9\]])?"

@@ -21,12 +21,12 @@ from aiohttp import web
 from yarl import URL
 
 from npu_gr.core.errors import NpuGrError, Unavailable
-from npu_gr.core.ids import random_id
 from npu_gr.core.kinds import ERASE
 from npu_gr.core.tls import client_context
+from npu_gr.core.trace import random_id
 from npu_gr.route.config import InstanceConfig, RouterConfig
 from npu_gr.route.haproxy import certified
-from npu_gr.server.problem import from_error, problem
+from npu_gr.server.http import from_error, problem
 
 TRIES = 3
 PAUSE_S = 0.2  # before the second try, and twice that before the third

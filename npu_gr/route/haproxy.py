@@ -23,9 +23,8 @@ import xxhash
 from npu_gr.core.kinds import KINDS, RANK, Kind, Routing, Scope
 from npu_gr.core.tls import CIPHERS, ClientTlsConfig, ServerTlsConfig
 from npu_gr.route.config import InstanceConfig, RouterConfig
-from npu_gr.server.auth.browsers import is_loopback_name
 from npu_gr.server.auth.keys import KeyEntry
-from npu_gr.server.auth.rules import rules
+from npu_gr.server.auth.rules import is_loopback_name, rules
 
 CONFIG = "haproxy.cfg"
 # What stands for folders that the process knows: of the sockets, and of this file and those beside it.

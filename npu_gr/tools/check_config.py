@@ -33,7 +33,7 @@ from npu_gr.jobs.config import GenerateConfig
 from npu_gr.matching import vectors
 from npu_gr.matching.config import MatchConfig
 from npu_gr.relay.config import beside
-from npu_gr.replay.identity import read_key
+from npu_gr.replay.erased import read_key
 from npu_gr.route.config import RouterConfig
 from npu_gr.route.config import load as load_router
 from npu_gr.route.discovery import InstancesFile

@@ -1,6 +1,6 @@
 """Report what this machine has for our ops, whether they compute what they should, and what to do about the rest.
 
-`backend/checks.py` looks at the machine, `backend/checks.py` compares the ops; nothing here names a device.
+`backend/checks.py` looks at the machine and compares the ops; nothing here names a device.
 """
 
 from __future__ import annotations

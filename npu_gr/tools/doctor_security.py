@@ -26,9 +26,8 @@ from npu_gr.core.setting_types import options, settings_of
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.route import config as router_config
 from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig
-from npu_gr.server.auth.browsers import is_loopback_name
 from npu_gr.server.auth.keys import Key, KeyEntry, in_utc, read_keys
-from npu_gr.server.auth.rules import rules
+from npu_gr.server.auth.rules import is_loopback_name, rules
 from npu_gr.service.config import Config, load
 
 # The last names of settings that are files or folders.

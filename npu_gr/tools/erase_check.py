@@ -25,10 +25,9 @@ from npu_gr.core.errors import ConfigError, DataError, NpuGrError
 from npu_gr.core.history import UserKey
 from npu_gr.features.store import HistoryConfig, key_bytes
 from npu_gr.replay import erased
-from npu_gr.replay.files import raw_lines
-from npu_gr.replay.identity import names_of, read_key
+from npu_gr.replay.erased import names_of, read_key
+from npu_gr.replay.files import PART, PATTERN, raw_lines
 from npu_gr.replay.recorder import RecordConfig
-from npu_gr.replay.rotation import PART, PATTERN
 from npu_gr.server.access_log import hash_of, read_key_file
 from npu_gr.service.config import Config
 

@@ -13,7 +13,7 @@ import uvloop
 from aiohttp import web
 
 from npu_gr.core.signals import stop_signals
-from npu_gr.server.headers import NOT_TAKEN
+from npu_gr.server.http import NOT_TAKEN
 
 T_LIFE_S = 1.0
 WORK_S = 0.002

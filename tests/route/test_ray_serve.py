@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.settings import to_table
 from npu_gr.route.ray_serve import QUEUE_DEPTH, RayOptions, RayReplica, wanted
-from npu_gr.service.config import to_table
 from tests.models import events
 from tests.route.fake import free_port
 from tests.serving import FIRST_ID, columns, make_config, write_checkpoint

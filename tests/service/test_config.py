@@ -10,9 +10,10 @@ from msgspec.inspect import FloatType, IntType
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.setting_types import options, settings_of, unit_of
+from npu_gr.core.settings import to_table
 from npu_gr.route.config import RouterConfig
 from npu_gr.route.config import load as load_router
-from npu_gr.service.config import Config, load, to_table
+from npu_gr.service.config import Config, load
 from npu_gr.simulate.config import SimulateConfig
 
 SHIPPED = Path(__file__).parents[2] / "configs"

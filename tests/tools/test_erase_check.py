@@ -26,7 +26,7 @@ from npu_gr.features.store import HistoryConfig
 from npu_gr.jobs.histories import KnownHistory
 from npu_gr.matching.vectors import save
 from npu_gr.replay import erased
-from npu_gr.replay.identity import recorded_as
+from npu_gr.replay.erased import recorded_as
 from npu_gr.replay.purge import purge
 from npu_gr.replay.recorder import RecordConfig, Recorder
 from npu_gr.server.access_log import hash_of

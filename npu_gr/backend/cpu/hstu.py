@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.calls import HstuCall
-from npu_gr.backend.cpu.library import ELEMENT, Native
+from npu_gr.backend.cpu.library import ELEMENT, Native, Scratch
 from npu_gr.backend.tiles import TILE_TOKENS, Slab, Tiles, empty, padded, unpack
 
 
@@ -71,8 +71,6 @@ class _Reused(threading.local):
     """Memory that calls of one thread reuse."""
 
     def __init__(self) -> None:
-        self.scratch = torch.empty(0, dtype=torch.uint8)
-        self.scratch_bytes = 0  # `len` of a tensor takes ten times as long as the rest
         self.own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}  # tiles of rows that nobody keeps, by shape
 
 
@@ -82,6 +80,7 @@ class HstuKernels:
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
         self._reused = _Reused()
+        self.scratch = Scratch()
 
     def pack(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         if not len(k):
@@ -124,17 +123,9 @@ class HstuKernels:
             len(times), times.data_ptr(), call.query_time,
             position.data_ptr(), position.shape[1], time.data_ptr(), call.alpha,
         )  # fmt: skip
-        native.scratch = self.scratch_at(self._kernels.hstu_scratch_bytes(byref(native), own is None))
+        native.scratch = self.scratch.at(self._kernels.hstu_scratch_bytes(byref(native), own is None))
         op(byref(native))
         return out
-
-    def scratch_at(self, num_bytes: int) -> int:
-        """Address of memory for one call, aligned to 64; this thread's next call overwrites it."""
-        reused = self._reused
-        if reused.scratch_bytes < num_bytes + 64:
-            reused.scratch_bytes = num_bytes + num_bytes // 4 + 64
-            reused.scratch = torch.empty(reused.scratch_bytes, dtype=torch.uint8)
-        return -(-reused.scratch.data_ptr() // 64) * 64
 
     def _in_tiles(self, slabs: Sequence[Slab | Tiles], dtype: torch.dtype) -> list[Tiles]:
         """The tokens of all slabs in tiles, full ones but for the last; whole tiles are read where they are."""
@@ -220,7 +211,7 @@ class AffineKernel:
             len(rows), rows.shape[1], last - first, ELEMENT[rows.dtype], ELEMENT[packed.weight.dtype], ELEMENT[y.dtype],
             rows.data_ptr(), rows.stride(0), packed.weight.data_ptr(), packed.bias.data_ptr(), is_silu, y.data_ptr(),
         )  # fmt: skip
-        call.scratch = self._hstu.scratch_at(self._kernels.affine_scratch_bytes(byref(call)))
+        call.scratch = self._hstu.scratch.at(self._kernels.affine_scratch_bytes(byref(call)))
         self._kernels.affine(byref(call))
         return y.view(*x.shape[:-1], last - first)
 

@@ -146,7 +146,7 @@ class HstuPassKernel:
         head, width = heads.get(call.answer) or (None, native.model.contents.dim)
         out = np.empty((ready.num_candidates, width), np.float32)
         native.head, native.out = head, address(out)
-        native.scratch = self._hstu.scratch_at(checked(self._size(byref(native))))
+        native.scratch = self._hstu.scratch.at(checked(self._size(byref(native))))
         self.run(byref(native))
         return out
 
@@ -330,7 +330,7 @@ class HstuFindKernel:
             at + 8 * scored_at, out + 4 * logits_at, out + 4 * products_at,
         )  # fmt: skip
         find.num_bytes = checked(self._kernels.hstu_find_bytes(byref(find)))
-        find.next.scratch = self._hstu.scratch_at(find.num_bytes)
+        find.next.scratch = self._hstu.scratch.at(find.num_bytes)
         checked(self._kernels.hstu_find(byref(find)))
         return HstuFound(
             floats[:logits_at].reshape(num, dim),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.ascend_twin import DTYPES, F32, I32, Array, Machine, Twin, TwinReport
+from tests.ops.ascend_twin import DTYPES, F32, I32, Array, Machine, Twin, TwinReport
 
 MACHINE = Machine()
 

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from npu_gr.backend.npu.versions import LEAST_CANN, number
 from npu_gr.core.errors import ConfigError
 
-SOURCES = Path(__file__).parents[1] / "ops" / "ascendc"
-BUILDS = Path(__file__).parents[1] / "build" / "ascend-twin"
+SOURCES = Path(__file__).parents[2] / "ops" / "ascendc"
+BUILDS = Path(__file__).parents[2] / "build" / "ascend-twin"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-DNPU_GR_CANN={number(LEAST_CANN)}")
 SANITIZED_FLAGS = (*FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 KINDS = (  # of vector instructions, in the order of `VectorKind` there

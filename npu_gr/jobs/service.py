@@ -28,16 +28,15 @@ from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
 from npu_gr.core.served import ModelInfo
+from npu_gr.core.settings import LiveConfig, to_table
 from npu_gr.core.tasks import deadline
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.base import Call, KindJob
+from npu_gr.jobs.admin import CatalogueOfGenerator, VectorsOfMatch
+from npu_gr.jobs.base import Admission, Call, KindJob, Permit
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
-from npu_gr.server.admission.controller import AdmissionController, Permit
-from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
-from npu_gr.service.config import InForce, to_table
 
 MAX_FAILURES = 3  # device failures in a row that make the instance unready
 
@@ -46,8 +45,8 @@ MAX_FAILURES = 3  # device failures in a row that make the instance unready
 class Parts:
     """What a service is made of; `app.py` builds it once."""
 
-    settings: InForce
-    admission: AdmissionController
+    settings: LiveConfig[Any]  # of the instance; a reload replaces it
+    admission: Admission
     brownout: BrownoutControl
     scheduler: Scheduler
     jobs: Mapping[str, KindJob[Any, Any]]  # by the name of their kind
@@ -76,7 +75,7 @@ class Service:
     # ---- requests
 
     @property
-    def admission(self) -> AdmissionController:
+    def admission(self) -> Admission:
         """Admission control: HTTP asks it before a request is parsed."""
         return self.parts.admission
 
