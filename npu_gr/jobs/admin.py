@@ -13,7 +13,7 @@ from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.scored_items import CoverageRule
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.versions import Versions
-from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
+from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 
 
 class CatalogueOfGenerator:

@@ -24,7 +24,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, log_line
 from npu_gr.core.redact import redacted
 from npu_gr.core.request import Answer
-from npu_gr.metrics.trace import Trace
+from npu_gr.core.trace import Trace
 from npu_gr.server.config import ServerConfig
 
 log = logging.getLogger(ACCESS_LOG)

@@ -10,8 +10,7 @@ from aiohttp import web
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_ids
 from npu_gr.core.words import quoted
-from npu_gr.metrics.console import console
-from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, page
+from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, console, page
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec.admin import (
     CHANGE_BYTES,

@@ -18,9 +18,9 @@ from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, Unauthori
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer
+from npu_gr.core.trace import CURRENT, Trace
 from npu_gr.jobs.base import Permit
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.trace import CURRENT, Trace
 from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.admission.middleware import REJECTED, Admission

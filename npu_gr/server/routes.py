@@ -9,8 +9,8 @@ from aiohttp import web
 
 from npu_gr.core.tasks import running
 from npu_gr.core.tls import ServerTls, following
-from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.registry.process import noted_pauses
 from npu_gr.server.access_log import AccessLog
 from npu_gr.server.admin_routes import (
     CatalogueRoutes,

@@ -14,10 +14,9 @@ from npu_gr.core.errors import NotFound
 from npu_gr.core.kinds import KINDS, RANK, Kind
 from npu_gr.core.redact import redacted
 from npu_gr.metrics.exposition import expose
-from npu_gr.metrics.recent import Share
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
-from npu_gr.metrics.slo import SLOT_S, Counts
+from npu_gr.metrics.slo import SLOT_S, Counts, Share
 from npu_gr.metrics.status import Goodput, ModelStatus, Served, SlowRequest, StatusReport, TierStatus, Timeline
 from npu_gr.server.access_log import AccessLine, NewestRequests
 from npu_gr.server.debug.stacks import Profiler, own_stacks

@@ -33,7 +33,7 @@ from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.service import Parts, Service
 from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.registry.reloads import Reloaded
+from npu_gr.metrics.registry.process import Reloaded
 from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.replay.recorder import Recorder
 from npu_gr.server.admission.controller import AdmissionController
@@ -284,7 +284,7 @@ def observe(metrics: Metrics, settings: LiveConfig[Config], scheduler: Scheduler
         settings: in force.
         scheduler, service: what is observed.
     """
-    scheduler.on_batch = metrics.batch_done
+    scheduler.on_batch = metrics.engine.batch_done
     scheduler.on_worked = metrics.engine.worked
     metrics.engine.observe_queue(lambda: scheduler.depth)
     metrics.relay.observe_t_life(lambda: settings.config.relay.t_life_s)

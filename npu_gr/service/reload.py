@@ -33,7 +33,7 @@ from npu_gr.jobs.scored_items import Commit, CoverageRule, Items, ScoredItems
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.sources import POPULAR
 from npu_gr.jobs.versions import ModelVersions, V, Versions
-from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
+from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.server.admission.controller import AdmissionController
 from npu_gr.service.build import Prepared
