@@ -33,6 +33,7 @@ GONE = {
     "init": "npu-gr config > serve.yaml; each trainer writes one that serves its model",
     "monitor": "npu-gr demo --monitor",
     "proto": "the Open Inference Protocol's own .proto file",
+    "replay convert access-log": "npu-gr replay convert sql: DuckDB reads the log, docs/own-data.md has queries",
     "replay convert log": "zstd and gzip pack and unpack a log; npu-gr replay reads both",
     "record purge": "npu-gr record --purge FOLDER",
     "record run": "npu-gr record",

@@ -238,7 +238,7 @@ def compare_command(
 
 @replay.group("convert", short_help="Make query logs of other data.")
 def convert() -> None:
-    """Make query logs from ratings, from Mooncake traces, or from logs in another format."""
+    """Make query logs from ratings, from Mooncake traces, or by a query of any log."""
 
 
 OUT = click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz or .jsonl.zst")

@@ -195,7 +195,7 @@ async def drive_all(instance: Instance, streams: Sequence[LoadStream], **more: A
 
 
 def check(hurt: Answers, quiet: Answers, scale: Scale, *allowed: int) -> None:
-    """Check that nobody noticed a fault who need not: only allowed failures; in the long form few, and nearly as fast."""
+    """Check that nobody noticed who need not: allowed failures alone; in the long form few, and nearly as fast."""
     if scale is SHORT:
         for answers in (quiet, hurt):
             assert set(answers.statuses) <= {200, 202, 429, *allowed}, answers.failed[:3]

@@ -171,7 +171,10 @@ def test_next_and_features_go_the_same_way(native: Native, dtype: torch.dtype) -
     u = one.find_all([work])[0].vector
     assert off(u, other.find_all([work])[0].vector) <= TOLERANCE[dtype]
     rank = changed(history, candidates=np.arange(5))
-    segments = [one._segment(history, is_next=True), one._segment(rank)]
+    (following,), (asked,) = (
+        one._batches.tensors(one.backend, [work], is_next=is_next) for work, is_next in ((history, True), (rank, False))
+    )
+    segments = [following, asked]
     both = [scores.float().numpy() for scores in model(one.backend, segments)]
     assert off(both[0][0], u) <= 1e-5  # the head by torch ops
     assert off(both[1], one.forward([rank])[0]) <= 1e-5
@@ -249,7 +252,7 @@ def test_what_is_outside_is_refused_by_name(model: HSTU) -> None:
     history = changed(good.tokens, events=changed(good.tokens.events, actions=actions))
     with pytest.raises(IndexError, match="an action"):
         one.forward([changed(good, tokens=history)])
-    segment = one._segment(good)
+    (segment,) = one._batches.tensors(one.backend, [good], is_next=False)
     assert segment.host is not None
     with pytest.raises(ValueError, match="ids are not those of its rows"):
         model(one.backend, [replace(segment, host=segment.host._replace(ids=None))])
