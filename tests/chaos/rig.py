@@ -2,7 +2,7 @@
 
 Every scene has a short form, which every run of the tests has, and a long one (`-m chaos`). The short form asks what
 holds on any machine: nothing is lost, every status is one that the scene allows, everything is well again afterwards. A
-busy machine may reject (429). The long form, alone on a machine, compares shares and times with its own quiet reference.
+busy machine may reject (429). The long form, alone on a machine, compares with its own quiet reference.
 """
 
 from __future__ import annotations

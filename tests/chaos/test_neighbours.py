@@ -1,13 +1,11 @@
-"""One bad neighbour never stops an instance: who reads no log, sends nothing, or sends half of what it promised."""
+"""One bad neighbour never stops an instance: who reads no log, or sends half of what it promised."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import resource
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -60,34 +58,12 @@ async def test_a_log_that_nobody_reads_stops_nothing(
 
 
 @each_scale
-async def test_silent_connections_do_not_use_up_an_instance(
-    scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
-) -> None:
-    """1,100 connections that say nothing, more than the process may have descriptors for; each comes back if closed."""
-    limits = {resource.RLIMIT_NOFILE: 1024}
-    async with running(Instance(tmp_path, checkpoint), limits=limits) as instance:
-        async with ranks(bodies, instance).running() as loop:
-            quiet = await loop.over(scale.load_s / 2)
-            silent = [socket.create_connection(("127.0.0.1", instance.port)) for _ in range(1100)]
-            try:
-                hurt = await loop.over(scale.load_s)
-                urls = [f"{instance.url}/readyz", f"{instance.url}/healthz", f"{instance.admin_url}/metrics"]
-                healthy = [await is_answered(url) for url in urls]
-            finally:
-                for one in silent:
-                    one.close()
-        check(hurt, quiet, scale)
-        assert all(healthy)
-        assert instance.num_descriptors < 1024
-
-
-@each_scale
 async def test_half_requests_cost_neither_time_nor_memory(
     scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
 ) -> None:
     """Half of a head, and half of a body: each ends when its budget of 500 ms is over, or at the server's own limit."""
     head = (
-        f"POST /v1/rank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Timeout-Ms: 500\r\n"
+        f"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Request-Timeout-Ms: 500\r\n"
         f"Content-Length: {2 * BODY_BYTES}\r\n\r\n"
     ).encode()
     half_body = head + json.dumps({"user_id": "u" * BODY_BYTES}).encode()[:BODY_BYTES]
