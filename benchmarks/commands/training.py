@@ -49,7 +49,7 @@ def bench_quality(
 
     from benchmarks.quality import FULL, QUICK, codes_lines, match_lines, next_lines
     from benchmarks.quality_cold import cold_lines, warm_lines
-    from npu_gr.dataset.log import read_log
+    from npu_gr.dataset import read_log
     from npu_gr.features.interactions import movielens_100k, read_item_features
 
     torch.set_num_threads(threads)

@@ -187,7 +187,7 @@ def judge(
     import numpy as np
     from rich.console import Console
 
-    from npu_gr.dataset.log import read_log
+    from npu_gr.dataset import read_log
     from npu_gr.features.interactions import movielens_100k
     from npu_gr.tools.choose_cascade import choose_over_http, write
     from npu_gr.tools.evaluate_service import evaluate
