@@ -66,10 +66,11 @@ IMAGE_EXTRAS = faiss grpc kafka otel parquet picker redis zstd
 LOCK = $(BIN)/uv pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --custom-compile-command "make lock" \
   --python-version 3.11 --python-platform linux --only-binary :all:
 
-# The messages of the endpoint picker, by the oldest protoc whose output the extra `picker` allows.
+# The messages of the endpoint picker, by the oldest protoc whose output the extra `picker` allows, and of the instance's gRPC.
 proto: $(VENV)/installed
 	$(BIN)/uv tool run --from grpcio-tools==1.74.0 python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. \
 	  npu_gr/router/picker/external_processor.proto
+	cd npu_gr/server/rpc/protos && $(BIN)/python -m grpc_tools.protoc -I. --descriptor_set_out=compiled.binpb health.proto inference.proto
 
 # what is in the image, as CycloneDX: build/sbom.json
 sbom: $(VENV)/installed
@@ -91,7 +92,7 @@ format: $(VENV)/installed
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
 monitor: can-monitor $(VENV)/installed
-	$(BIN)/npu-gr --log-level WARNING monitor
+	$(BIN)/npu-gr --log-level WARNING demo --monitor
 
 # all that monitor lacks, in one message, before anything is installed or trained; with Grafana alone missing it goes on
 can-monitor:
@@ -100,7 +101,7 @@ can-monitor:
 	if $(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then \
 	  for port in 8080 8081 9090; do \
 	    $(PYTHON) -c "import socket; socket.create_server(('127.0.0.1', $$port))" 2> /dev/null \
-	      || lacks="$$lacks  port $$port, which is in use: npu-gr monitor --help names the options\n"; \
+	      || lacks="$$lacks  port $$port, which is in use: npu-gr demo --help names the options\n"; \
 	  done; \
 	else lacks="$$lacks  Python 3.11 or newer with venv: apt-get install python3 python3-venv, or PYTHON=...\n"; fi; \
 	for shows in grafana-server grafana docker podman; do ! command -v $$shows > /dev/null || has_grafana=1; done; \
@@ -124,7 +125,7 @@ kernels: $(VENV)/installed
 	PYTHONPATH=build/triton $(BIN)/python -m pytest -q -m "triton or triton_ascend or mutants" tests/backend/triton tests/ops/test_mutate.py
 
 # MovieLens-100K comes inside the public package `recbole` (2 MB); nothing of that package is imported.
-$(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/* ops/door/*)
+$(VENV)/installed: pyproject.toml setup.py $(wildcard ops/cpu/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	$(BIN)/pip install --quiet --no-deps recbole==1.2.1

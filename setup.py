@@ -1,11 +1,10 @@
-"""Builds the CPU kernels and the door's shedder beside the package, copies what ships into a wheel, and describes it.
+"""Builds the CPU kernels beside the package, copies what ships into a wheel, and describes it.
 
 They need nothing but a C++ compiler; without one they are left out, and `npu-gr build-ops --cpu` makes them.
 """
 
 import re
 import shutil
-import sys
 from glob import glob
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from setuptools.command.build_py import build_py
 # -ffp-contract=fast and not -ffast-math: a logit of -inf means something
 FLAGS = Path("ops/cpu/flags.txt").read_text().split()
 COPIES = Path("npu_gr/_data")  # where `npu_gr.core.shipped` looks
-SHIPPED = ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu", "ops/door")
+SHIPPED = ("configs", "dashboards", "docs/runbooks", "deploy", "ops/ascendc", "ops/cpu")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "preview", "mutate.py", "*.so")
 
 
@@ -34,8 +33,6 @@ def native(name: str, sources: str) -> Extension:
 
 
 libraries = [native("npu_gr.backend.cpu._native", "ops/cpu")]
-if sys.platform == "linux":
-    libraries.append(native("npu_gr.server.entrance._shed", "ops/door"))
 
 
 class WithCopies(build_py):  # type: ignore[misc]  # setuptools has no types

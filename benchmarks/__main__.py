@@ -1,7 +1,11 @@
 """python -m benchmarks NAME: every measurement by its name, from a checkout; nothing of it ships."""
 
-from benchmarks.commands import bench
+import os
+
+from benchmarks.frame import bench
 from npu_gr.core.process import set_up_process
 
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"  # before numpy loads: no other way holds for every BLAS; torch has --threads
 set_up_process()  # before torch loads
 bench(prog_name="python -m benchmarks")

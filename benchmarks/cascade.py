@@ -17,10 +17,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
+import click
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from benchmarks.line import Line, percentiles
+from benchmarks.frame import BACKEND, COUNT, SEED, THREADS, Line, Numbers, option, timed
 from benchmarks.relay_rig import Arm, Rig, ServedArm, Shape, measure_idle
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
@@ -40,6 +41,14 @@ from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import SLOConfig
 
+OPTIONS = (
+    BACKEND,
+    THREADS,
+    SEED,
+    option("--lengths", default="1024,2048", type=Numbers(), help="Tokens of a history."),
+    option("--layers", default=3, type=COUNT),
+    option("--count", default=15, type=click.IntRange(3), help="Requests of each arm."),
+)
 MULTIPLES = (1.0, 2.0, 4.0)  # of the pre-infer: the time that retrieval takes elsewhere
 ROUNDS = 3  # in which the arms take turns
 NO_RELAY = Arm("no relay", signals=False)
@@ -48,22 +57,22 @@ BUDGET_S = 60.0
 WITHIN = 0.85  # of the floor
 
 
-def lines(backend_name: BackendName, lengths: Sequence[int], num_layers: int, count: int, seed: int) -> Iterator[Line]:
+def lines(backend: BackendName, lengths: Sequence[int], layers: int, count: int, seed: int) -> Iterator[Line]:
     """One line for each length of history and each retrieval: the median of the cascade.
 
     Args:
-        backend_name: as in a configuration.
+        backend: as in a configuration.
         lengths: tokens of a history.
-        num_layers: of the ranker.
+        layers: of the ranker.
         count: requests of each arm.
         seed: of weights and inputs.
 
     Raises:
         AssertionError: the relay changed what is recommended.
     """
-    backend = choose(backend_name)
+    device = choose(backend)
     for num_tokens in lengths:
-        rig = Rig(Shape(num_tokens, 100, num_layers), backend, seed)
+        rig = Rig(Shape(num_tokens, 100, layers), device, seed)
         rig.idle = asyncio.run(measure_idle(rig))
         for multiple in (*MULTIPLES, None):
             yield _line(rig, multiple, count)
@@ -76,31 +85,17 @@ def _line(rig: Rig, multiple: float | None, count: int) -> Line:
             found[arm.name] += asyncio.run(_round(rig, arm, multiple, count // ROUNDS, turn))
     for (_, cold), (_, warm) in zip(found["no relay"], found["relay"], strict=True):
         assert warm.item_ids.tolist() == cold.item_ids.tolist(), "the relay changed what is recommended"
-    (ours_s, p10_s, p90_s), (base_s, _, _) = (percentiles([s for s, _ in found[n]]) for n in ("relay", "no relay"))
+    ours, base = ([took_s for took_s, _ in found[name]] for name in ("relay", "no relay"))
     hits = np.mean([answer.outcome is Outcome.HBM_HIT for _, answer in found["relay"]])
     idle = rig.idle
-    ratio = base_s / ours_s
     where = "on this device"
     floor = None
     if multiple is not None:
         wait_s = multiple * idle.prefill_s
         where = f"{multiple:g}x the pre-infer, elsewhere"
         floor = (wait_s + idle.full_s) / (wait_s + idle.rank_s)
-    return Line(
-        bench="cascade",
-        case=f"L={rig.shape.num_tokens} M=100 layers={rig.shape.num_layers} retrieval {where} (HBM hits {hits:.0%})",
-        ours=ours_s * 1e3,
-        unit="ms",
-        baseline="no relay",
-        baseline_value=base_s * 1e3,
-        ratio=ratio,
-        target=None if floor is None else WITHIN * floor,
-        ok=None if floor is None else ratio >= WITHIN * floor,
-        floor=floor,
-        of_floor=None if floor is None else ratio / floor,
-        p10=p10_s * 1e3,
-        p90=p90_s * 1e3,
-    )
+    case = f"L={rig.shape.num_tokens} M=100 layers={rig.shape.num_layers} retrieval {where} (HBM hits {hits:.0%})"
+    return timed("cascade", case, ours, "no relay", base, WITHIN * floor if floor else None, floor=floor)
 
 
 async def _round(

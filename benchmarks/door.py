@@ -1,231 +1,276 @@
-"""`python -m benchmarks door`: what an instance answers in time over HTTP, under more load than it sustains.
+"""`python -m benchmarks door`: what is answered in time over HTTP, behind HAProxy and alone, under any load.
 
-A real server process with the configuration that ships, and a client in C. In time = within the rank's objective, by
-the client's clock, from the instant the request was due. Every load runs in turn on the server as configured and on the
-same server with admission off, and on one more for each ablation; a reference of 8 closed clients stands around every
-load, in the same process. "Best" is the better of that reference and of admission off under the same load. On a machine
-that others share a load says little once: `repeats` runs all of them in turn, again and again.
+Real server processes with the configuration that ships, and a client in C. In time = within the rank's objective, by
+the client's clock, from the instant the request was due. The arms run every load in turn, and between any two of them
+the reference runs: 8 clients at the same instance without admission, without a proxy. Its mean of before and after is
+the capacity, and sets the rates.
 
-    closed loop   clients that send again at once, also after a 429
-    bursts        a quarter of the capacity, in clumps
-    poisson       1, 3 and 10 times the capacity; the worst second beside the mean; what refusals take: `door_costs.py`
-    pause         the process is stopped for 110 ms, or until all callers have given up; when is it normal again
-    fair          a tenant of 20/s beside another's hot clients
-    flood         a tenant that floods signals, beside one that signals and ranks: `door_flood.py`
-    density       ranks a core at an equal P99, beside FastAPI and LitServe with the same model: `door_costs.py`
+    behind HAProxy       an instance behind the file that `npu-gr route` writes
+    alone                the instance by itself
+    the code of before   with --before: an older checkout, its native libraries built
 
-Source of the targets: goodput under overload over its peak, as in overload control of interactive services.
+    closed    clients that send again at once, also after a 429
+    poisson   1x (.8 of the capacity: what one plans for), 3x and 10x
+    slow      3x, while neighbours take half of the instance's core; compared with the reference on that core
+    bursts    a quarter of the capacity, in clumps
+    fair      a tenant of 20/s beside another's hot clients
+    pause     the instance's process is stopped; when is it normal again
+    density   ranks a core at an equal P99, beside FastAPI with the same model
+    fleet     three instances behind HAProxy: killed, frozen, joining, rolled, reloaded (`fleet.py`)
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import door_lines
-from benchmarks.door_client import LoadStream, compiled, drive
-from benchmarks.door_costs import Density, RefusalCost, density, refusal_cost
-from benchmarks.door_flood import OVERRIDES as FLOODED
-from benchmarks.door_flood import run_flood
-from benchmarks.door_loads import REFERENCE_CLIENTS, LoadRun, loads, run
-from benchmarks.door_servers import (
+from benchmarks import door_lines, fleet
+from benchmarks.door_lines import ALONE, BEFORE, BEHIND, Density
+from benchmarks.frame import COUNT, FILE, SEED, SET, SHIPPED_CONFIG, Line, only, option, tell, timed_for
+from benchmarks.loadgen import LoadStream, StreamCounts, compiled, drive
+from benchmarks.loads import (
+    MOST_NEIGHBOURS,
+    SLOWED,
+    Bodies,
+    Load,
+    Run,
+    loads,
+    neighbours,
+    on_one_core,
+    reference,
+    run,
+)
+from benchmarks.servers import (
     ADMISSION_OFF,
-    PEERS,
+    BEHIND_PROXY,
     Server,
     Traffic,
     check,
+    fastapi,
+    has_fastapi,
     hit_ratio,
-    missing_peers,
-    our_server,
-    peer_server,
+    instance,
     place_checkpoint,
+    proxy,
+    running,
     write_bodies,
 )
-from benchmarks.line import Line
 from npu_gr.core.errors import ConfigError
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.service.config import load as load_config
 
-PARTS = ("closed", "bursts", "poisson", "pause", "fair", "flood", "density")
-ON = "as configured"
-OFF = "admission off"
-MOST_LOAD_S = 8.0  # of loads that are not Poisson, also in the long form
-CAPACITY_S = 1.5
-DENSITY_S = 1.5
+PARTS = ("closed", "poisson", "slow", "bursts", "fair", "pause", "density", "fleet")
+ALONE_RUNS = ("closed", "poisson", "pause")
+OPTIONS = (
+    SHIPPED_CONFIG,
+    option("--checkpoint", type=FILE, help="By default an untrained model of the demo's shape."),
+    option("--before", type=FILE, help="A checkout of older code, its native libraries built: one more arm."),
+    timed_for(4.0, "Of each load; 60 is the long form."),
+    option("--repeats", default=3, type=COUNT, help="Run every load so many times; the median counts."),
+    only(PARTS),
+    SET,
+    SEED,
+)
+BUDGETS_MS = (100.0, 1000.0)  # of the requests, at random
+TENANTS = 256
 CHECKED = 4  # bodies
-LEAST_FLOOD_S = 10.0  # so that a P99 has some ranks behind it
+DENSITY_CLIENTS = (1, 2, 4, 8, 16, 32, 64)
+DENSITY_S = 1.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoorOptions:
-    """What `python -m benchmarks door` is asked for."""
-
-    config: Path  # as it ships
-    checkpoint: Path | None  # None: an untrained model is made
-    num_layers: int = 2  # of a model that is made
-    max_history_tokens: int = 256  # of a model that is made
-    traffic: Traffic = field(default_factory=Traffic)
-    overrides: tuple[str, ...] = ()  # of every server of ours
-    ablations: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name -> overrides of one more server
-    parts: Sequence[str] = PARTS
-    with_peers: bool = True
-    repeats: int = 1  # times that every load runs; what counts is the one with the median ratio
-    seconds: float = 4.0  # of Poisson arrivals; of other loads at most `MOST_LOAD_S`
-    seed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bodies:
-    ranks: Path
-    hot: Path
-    small: Path
-
-
-def lines(options: DoorOptions) -> Iterator[Line]:
+def lines(
+    config: Path,
+    checkpoint: Path | None,
+    before: Path | None,
+    seconds: float,
+    repeats: int,
+    parts: Sequence[str],
+    overrides: tuple[str, ...],
+    seed: int,
+) -> Iterator[Line]:
     """Start the servers, check their answers, then run load after load.
+
+    Args:
+        config: as it ships.
+        checkpoint: of a ranker; None = an untrained one.
+        before: a checkout of older code; None = without it.
+        seconds: of each load.
+        repeats: times that all loads run.
+        parts: of `PARTS`.
+        overrides: of every instance of ours.
+        seed: of everything that is drawn.
 
     Raises:
         AssertionError: a server's scores are wrong; nothing was timed.
-        ConfigError: a file is missing, or the client cannot be compiled.
+        ConfigError: a file or a program is missing, or the client cannot be compiled.
         Unavailable: a server does not start.
     """
     compiled()
-    goal_s = load_config(options.config, options.overrides).slo.objective_s("rank")
+    goal_s = load_config(config, overrides).slo.objective_s("rank")
+    chosen = [load for load in loads(seconds) if load.group in parts]
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="npu-gr-door-")))
-        shape = options.num_layers, options.max_history_tokens, options.seed
-        checkpoint = place_checkpoint(options.checkpoint, folder / "checkpoint", *shape)
+        checkpoint = place_checkpoint(checkpoint, folder / "checkpoint", seed)
         model = load_checkpoint(checkpoint)
-        traffic = options.traffic
-        ranks = traffic.bodies(model, "", options.seed)
-        bodies = _Bodies(
-            ranks=write_bodies(folder / "ranks", ranks),
-            hot=write_bodies(folder / "hot", traffic.bodies(model, "hot", options.seed + 1)),
-            small=write_bodies(folder / "small", traffic.bodies(model, "small", options.seed + 2)[:32]),
+        traffic = Traffic(num_tenants=TENANTS)
+        ranks = traffic.bodies(model, "", seed)
+        bodies = Bodies(
+            write_bodies(folder / "all", ranks, BUDGETS_MS),
+            write_bodies(folder / "hot", traffic.bodies(model, "hot", seed + 1, "hot"), BUDGETS_MS),
+            write_bodies(folder / "small", traffic.bodies(model, "small", seed + 2, "small")[:32], BUDGETS_MS),
         )
-        if "flood" in options.parts:
-            with our_server("flood", options.config, checkpoint, folder, (*options.overrides, *FLOODED)) as server:
-                yield from door_lines.of_flood(
-                    *run_flood(server, model, traffic, folder, max(options.seconds, LEAST_FLOOD_S), options.seed)
-                )
-        if set(options.parts) == {"flood"}:
-            return
-        arms = {ON: (), OFF: ADMISSION_OFF, **options.ablations}
-        servers = {}
-        for name, overrides in arms.items():
-            context = our_server(name, options.config, checkpoint, folder, (*options.overrides, *overrides))
-            servers[name] = stack.enter_context(context)
-            check(servers[name], checkpoint, ranks[:CHECKED])
-        hits = hit_ratio(servers[ON], ranks, options.seed)
-        capacity_per_s = max(_capacity(server, bodies.ranks) for server in servers.values())
-        _tell(f"capacity {capacity_per_s:.0f} ranks/s with {REFERENCE_CLIENTS} clients, {hits:.0%} found in HBM")
-        case = f"L={traffic.history_tokens} M={traffic.num_candidates} hits {hits:.0%}"
-        repeats = [_runs(options, servers, bodies, capacity_per_s, goal_s) for _ in range(options.repeats)]
-        names = list(options.ablations)
-        yield from door_lines.of_repeats([list(door_lines.of_loads(one, case, (ON, OFF), names)) for one in repeats])
-        if "poisson" in options.parts:
-            yield door_lines.of_refusals(_refusal_cost(repeats), [found[ON] for runs in repeats for found in runs])
-        if "density" in options.parts:
-            with ExitStack() as peers:
-                yield from _density(options, servers, checkpoint, folder, bodies.ranks, ranks[:CHECKED], goal_s, peers)
+        if chosen or "density" in parts:
+            with ExitStack() as servers:
+                bench = _Bench(servers, folder, config, checkpoint, overrides, before, bodies, goal_s, seed)
+                bench.check(ranks)
+                told = [list(bench.run_all(chosen)) for _ in range(repeats)]
+                yield from door_lines.of_repeats(told)
+                if "density" in parts:
+                    yield from bench.density(repeats)
+        if "fleet" in parts:
+            yield from fleet.lines(checkpoint, folder, overrides, bodies.all, goal_s, seed)
 
 
-def parse_ablations(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Read `NAME:KEY=VALUE KEY=VALUE` as overrides by name.
+class _Bench:
+    """The servers of all arms, started."""
 
-    Raises:
-        ConfigError: a text has no name or no setting.
-    """
-    found = {}
-    for text in texts:
-        name, _, settings = text.partition(":")
-        overrides = tuple(settings.split())
-        if not name or not overrides or not all("=" in setting for setting in overrides):
-            raise ConfigError(f"--ablate: expected NAME:KEY=VALUE ..., got {text!r}")
-        found[name] = overrides
-    return found
+    def __init__(
+        self,
+        stack: ExitStack,
+        folder: Path,
+        config: Path,
+        checkpoint: Path,
+        overrides: tuple[str, ...],
+        before: Path | None,
+        bodies: Bodies,
+        goal_s: float,
+        seed: int,
+    ) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._bodies = bodies
+        self._goal_s = goal_s
+        self._seed = seed
+        self._num_runs = 0
+
+        def started(name: str, *more: str) -> Server:
+            one = instance(name, checkpoint, folder, (*overrides, *more), config)
+            return stack.enter_context(running(name, one))
+
+        self._plain = started("plain", *ADMISSION_OFF)
+        behind = instance("behind", checkpoint, folder, (*overrides, *BEHIND_PROXY), config)
+        self._arms = {
+            BEHIND: stack.enter_context(running(BEHIND, behind, proxy("proxy", [behind.port], folder))),
+            ALONE: started("alone"),
+        }
+        if before is not None:
+            old = instance("before", checkpoint, folder, root=before.absolute())
+            self._arms[BEFORE] = stack.enter_context(running(BEFORE, old))
+
+    def check(self, ranks: Sequence[dict[str, object]]) -> None:
+        """Compare everybody's scores with the reference model, and let prefixes be found."""
+        for name, server in {"plain": self._plain, **self._arms}.items():
+            check(server, self._checkpoint, ranks[:CHECKED])
+            tell("door", f"{name}: {hit_ratio(server, ranks, self._seed):.0%} of the prefixes found in HBM")
+
+    def run_all(self, chosen: Sequence[Load]) -> Iterator[Line]:
+        """Run every load on its arms in turn."""
+        for load in chosen:
+            self._num_runs += 1
+            names = [name for name in self._arms if name != ALONE or load.group in ALONE_RUNS]
+            if self._num_runs % 2:
+                names.reverse()
+            rows = self._slow(load, names) if load.is_slow else self._in_turn(load, names)
+            for name in self._arms:
+                if name in rows:
+                    yield from door_lines.of_run(name, rows[name])
+
+    def _in_turn(self, load: Load, names: Sequence[str], slowed: float = 1.0) -> dict[str, Run]:
+        """One load on its arms, the reference before, between and after."""
+        found = {}
+        earlier = self._reference(load)
+        for name in names:
+            capacity_per_s = earlier.answered / earlier.span_s
+            report, normal_s = run(
+                self._arms[name], load, self._bodies, capacity_per_s, self._goal_s, self._seed + self._num_runs
+            )
+            later = self._reference(load)
+            answered = earlier.answered + later.answered
+            found[name] = Run(
+                load=load,
+                capacity_per_s=answered / (earlier.span_s + later.span_s),
+                reference_cpu_s=(earlier.server_cpu_s + later.server_cpu_s) / answered,
+                main=report.stream("load"),
+                client=report,
+                normal_after_s=normal_s,
+                slowed=slowed,
+            )
+            earlier = later
+            tell("door", f"{load.name}, {name}: {door_lines.told(found[name])}")
+        return found
+
+    def _slow(self, load: Load, names: Sequence[str]) -> dict[str, Run]:
+        """The same, while neighbours take half of the instances' core."""
+        servers = [self._plain, *(self._arms[name] for name in names)]
+        with on_one_core(*servers) as core:
+            if core is None:
+                tell("door", f"{load.name}: left out, this machine has one core")
+                return {}
+            whole = self._reference(load)
+            for count in range(1, MOST_NEIGHBOURS + 1):
+                with neighbours(core, count):
+                    slowed = self._reference(load).answered / whole.answered
+                    if slowed <= SLOWED[1] or count == MOST_NEIGHBOURS:
+                        tell("door", f"{load.name}: {count} neighbours leave {slowed:.2f} of the capacity")
+                        return self._in_turn(load, names, slowed)
+        raise AssertionError("the last count returns")
+
+    def _reference(self, load: Load) -> StreamCounts:
+        found = reference(self._plain, self._bodies, load.clients, self._goal_s, self._seed)
+        if not found.answered:
+            raise ConfigError(f"bench door: the plain instance answers none of {load.clients} clients")
+        return found
+
+    def density(self, repeats: int) -> Iterator[Line]:
+        """Ranks a core of ours and of FastAPI, in turn."""
+        servers = dict(self._arms)
+        if has_fastapi():
+            name = door_lines.FASTAPI
+            servers[name] = self._stack.enter_context(running(name, fastapi(self._checkpoint, self._folder)))
+        else:
+            tell("door", "FastAPI is not installed (pip install 'npu_gr[bench]'): no line of it")
+        found: dict[str, list[Density]] = {name: [] for name in servers}
+        for _ in range(repeats):
+            for name, server in servers.items():
+                best = density(server, self._bodies.all, self._goal_s, self._seed)
+                found[name].append(best)
+                tell("door", f"ranks a core, {name}: {best}")
+        yield from door_lines.of_density(found, self._goal_s)
 
 
-def _capacity(server: Server, bodies: Path) -> float:
-    stream = LoadStream(
-        name="load", mode="closed", bodies=bodies, from_s=0.5, to_s=0.5 + CAPACITY_S, connections=REFERENCE_CLIENTS
-    )
-    counts = drive(server.port, [stream.moved("warm", 0.0, 0.5), stream]).stream("load")
-    answered = counts.in_time + counts.late
-    if not answered:
-        raise ConfigError(f"bench door: {server.name} answers none of {REFERENCE_CLIENTS} clients within a second")
-    return answered / counts.span_s
-
-
-def _runs(
-    options: DoorOptions, servers: dict[str, Server], bodies: _Bodies, capacity_per_s: float, goal_s: float
-) -> list[dict[str, LoadRun]]:
-    """Every load on every server of ours: one load after the other, its servers in turn."""
-    seconds = min(options.seconds, MOST_LOAD_S)
-    found = []
-    for number, load in enumerate(
-        loads(bodies.ranks, bodies.hot, bodies.small, capacity_per_s, seconds, options.seconds)
-    ):
-        if load.group not in options.parts:
-            continue
-        order = list(servers.items())
-        if number % 2:
-            order.reverse()
-        rows = {}
-        for name, server in order:
-            rows[name] = run(server, load, bodies.ranks, goal_s, options.seed)
-            _tell(f"{load.name}, {name}: {rows[name].main.good_per_s:.0f}/s in time")
-        found.append(rows)
-    return found
-
-
-def _refusal_cost(repeats: Sequence[list[dict[str, LoadRun]]]) -> RefusalCost | None:
-    """The median of what a refusal took between the last two open loops of each time."""
-    open_loops = [[found[ON] for found in runs if found[ON].load.group == "poisson"] for runs in repeats]
-    costs = [cost for *_, less, more in open_loops if (cost := refusal_cost(less, more)) is not None]
-    return sorted(costs)[(len(costs) - 1) // 2] if costs else None
-
-
-def _density(
-    options: DoorOptions,
-    servers: dict[str, Server],
-    checkpoint: Path,
-    folder: Path,
-    bodies: Path,
-    checked: Sequence[dict[str, object]],
-    goal_s: float,
-    stack: ExitStack,
-) -> Iterator[Line]:
-    """Ranks a core of ours and of the peers.
+def density(server: Server, bodies: Path, goal_s: float, seed: int) -> Density:
+    """Raise the number of closed clients until the P99 is over the goal.
 
     Args:
-        options: as asked.
-        servers: ours.
-        checkpoint, folder: of the peers, and for their logs.
-        bodies: of the ranks; `checked` are some of them.
-        checked: whose scores are compared first.
+        server: nobody else asks it.
+        bodies: of the ranks.
         goal_s: of the P99.
-        stack: ends the peers.
+        seed: of the order of the ranks.
+
+    Returns:
+        The best; 0 = the P99 of a single client is over the goal.
     """
-    all_servers = {name: servers[name] for name in (ON, OFF)}
-    absent = missing_peers() if options.with_peers else list(PEERS)
-    for name in PEERS:
-        if name in absent:
-            _tell(f"{name} is not installed (pip install 'npu_gr[bench]') or was left out: no line of it")
-            continue
-        all_servers[name] = stack.enter_context(peer_server(name, checkpoint, folder))
-        check(all_servers[name], checkpoint, checked)
-    found: dict[str, Density | None] = {}
-    for name, server in all_servers.items():
-        found[name] = density(server, bodies, DENSITY_S, goal_s, options.seed)
-        _tell(f"ranks a core, {name}: {found[name]}")
-    yield from door_lines.of_density(found, ON, [name for name in PEERS if name in all_servers], goal_s)
-
-
-def _tell(text: str) -> None:
-    """Say on standard error how far the bench is: it runs for minutes."""
-    sys.stderr.write(f"bench door: {text}\n")
+    best = Density(0.0, 0, 0.0, float("inf"))
+    for clients in DENSITY_CLIENTS:
+        ends_s = 0.3 + DENSITY_S
+        stream = LoadStream(name="load", mode="closed", bodies=bodies, from_s=0.3, to_s=ends_s, connections=clients)
+        streams = [stream.moved("warm", 0.0, 0.3), stream]
+        counts = drive(server.port, streams, watch=server.pids, seed=seed, goal_s=goal_s).stream("load")
+        if counts.answered_ms.p99 > goal_s * 1e3 or counts.due - counts.answered > 0.01 * counts.due:
+            break
+        per_core = counts.answered / counts.server_cpu_s
+        best = max(best, Density(per_core, clients, counts.answered / counts.span_s, counts.answered_ms.p99))
+    return best

@@ -1,4 +1,4 @@
-"""`benchmarks features`: what features cost a cached rank, group by group, and what reading them from a body costs.
+"""`python -m benchmarks features`: what features cost a cached rank, and reading them from a body.
 
 A cached rank here is what the service does with it after the queue: values are encoded, the segment is uploaded, one
 pass runs, scores come back. A group's own cost is the time beyond that of the same model without any feature.
@@ -15,29 +15,29 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from benchmarks.line import Line, percentiles, timed_in_turn
-from benchmarks.rank import config
+from benchmarks.frame import BACKEND, SEED, THREADS, Line, compared, percentiles, timed, timed_for, timed_in_turn
+from benchmarks.rank import config, layout
 from benchmarks.wire import IdNames
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events
 from npu_gr.core.request import RankRequest
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import LateFeatures, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
 from npu_gr.server.codec import bulk
 from npu_gr.server.codec.media import JSON, MSGPACK, decode, skim
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
 
+OPTIONS = (BACKEND, THREADS, SEED, timed_for(3.0))
 TOKENS, CANDIDATES = 1024, 500
 NUM_CROSS = 40
 MOST_SHARE = 1.10  # target: a cached rank with 40 cross features takes at most this much of one without
@@ -66,38 +66,20 @@ GROUPS: dict[str, tuple[Feature, ...]] = {
 GROUPS["all"] = tuple(feature for group in GROUPS.values() for feature in group)
 
 
-def lines(backend_name: BackendName, seed: int, budget_s: float) -> Iterator[Line]:
+def lines(backend: BackendName, seed: int, seconds: float) -> Iterator[Line]:
     """Measure reading, then each group.
-
-    Args:
-        backend_name: as in a configuration.
-        seed: of weights and values.
-        budget_s: seconds that each line may take.
 
     Raises:
         AssertionError: raw columns are read as other values than lists, or a cached rank gives other scores than a full
             inference; nothing was timed then.
     """
-    yield _reading(seed, budget_s)
-    plain = _Bench(backend_name, (), seed)
+    yield _reading(seed, seconds)
+    plain = _Bench(backend, (), seed)
     for name, features in GROUPS.items():
-        ours, without = timed_in_turn([_Bench(backend_name, features, seed).rank, plain.rank], budget_s)
-        ours_ms, p10, p90 = (s * 1e3 for s in percentiles(ours))
-        plain_ms = percentiles(without)[0] * 1e3
-        is_judged = name.startswith("cross")
-        yield Line(
-            bench="features",
-            case=f"cached rank, L={TOKENS} M={CANDIDATES} {name}",
-            ours=ours_ms,
-            unit="ms",
-            baseline="without features",
-            baseline_value=plain_ms,
-            ratio=plain_ms / ours_ms,
-            target=1 / MOST_SHARE if is_judged else None,
-            ok=ours_ms <= MOST_SHARE * plain_ms if is_judged else None,
-            p10=p10,
-            p90=p90,
-        )
+        ours, without = timed_in_turn([_Bench(backend, features, seed).rank, plain.rank], seconds)
+        target = 1 / MOST_SHARE if name.startswith("cross") else None
+        case = f"cached rank, L={TOKENS} M={CANDIDATES} {name}"
+        yield timed("features", case, ours, "without features", without, target)
 
 
 class _Names(IdNames):
@@ -109,7 +91,7 @@ class _Names(IdNames):
         return self._features
 
 
-def _reading(seed: int, budget_s: float) -> Line:
+def _reading(seed: int, seconds: float) -> Line:
     """Read 500 candidates x 40 cross features: what they add to reading a body, in raw msgpack and in JSON lists."""
     random = np.random.default_rng(seed)
     values = random.normal(size=(NUM_CROSS, CANDIDATES)).astype(np.float32)
@@ -135,20 +117,11 @@ def _reading(seed: int, budget_s: float) -> Line:
         partial(read, msgspec.json.encode(body), JSON),
     ]
     with_raw, without_raw, with_lists, without_lists = (
-        percentiles(row)[0] * 1e3 for row in timed_in_turn(functions, budget_s)
+        percentiles(row)[0] * 1e3 for row in timed_in_turn(functions, seconds)
     )
     raw_ms, lists_ms = with_raw - without_raw, with_lists - without_lists
-    return Line(
-        bench="features",
-        case=f"read {CANDIDATES} x {NUM_CROSS} cross features, raw msgpack",
-        ours=raw_ms,
-        unit="ms",
-        baseline="JSON lists",
-        baseline_value=lists_ms,
-        ratio=lists_ms / raw_ms,
-        target=lists_ms / RAW_MS,
-        ok=raw_ms <= RAW_MS,
-    )
+    case = f"read {CANDIDATES} x {NUM_CROSS} cross features, raw msgpack"
+    return compared("features", case, raw_ms, "ms", "JSON lists", lists_ms, lists_ms / raw_ms, lists_ms / RAW_MS)
 
 
 class _Bench:
@@ -161,17 +134,9 @@ class _Bench:
         shape = msgspec.structs.replace(config(), features=features)
         backend = choose(backend_name)
         model = HSTU(shape).to(backend.device).eval()
-        model.freeze_items()
-        layout = KVLayout(
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            qk_dim=shape.qk_dim,
-            v_dim=shape.v_dim,
-            page_tokens=64,
-            dtype="float32",
-            arrangement=backend.arrangement(torch.float32, 64),
-        )
-        arena = KVArena(layout, layout.pages(TOKENS + 1), backend.device, pack=backend.pack_kv)
+        model.items.freeze()
+        laid = layout(shape, backend)
+        arena = KVArena(laid, laid.pages(TOKENS + 1), backend.device, pack=backend.pack_kv)
         self._engine = RankEngine(model, backend, Scheduler(SchedulerConfig()), arena)
         self._request = {"hour": "7", "device": "tv", "page": "home"} if self._features.request.features else {}
         cross = random.normal(size=(NUM_CROSS, CANDIDATES)).astype(np.float32)
@@ -179,7 +144,7 @@ class _Bench:
         self._cross = Columns(dict(zip(names, cross, strict=False)))
         self._rows = random.integers(0, shape.num_items, CANDIDATES)
         tokens = self._tokens(shape.num_items, random)
-        runs = (PageRun(0, layout.pages(len(tokens))),)
+        runs = (PageRun(0, laid.pages(len(tokens))),)
         nothing = np.empty(0, np.int64)
         self._engine.forward([RankPass(tokens, 0, nothing, 0, keep=runs)])
         self._hit = RankPass(tokens, 0, self._rows, 10**9, cached=CachedPrefix(runs, len(tokens)))

@@ -11,15 +11,14 @@ on a 910B3, both public; where the second has no figure, the first stands in bot
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from benchmarks.ascend_twin import KINDS, Machine, Twin
+from benchmarks.frame import Line, compared
 from benchmarks.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
-from benchmarks.line import Line
 from npu_gr.backend.calls import BiasTables
 from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
 from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
@@ -86,13 +85,6 @@ COLUMNS = (
     CostColumn("autofuse", AUTOFUSE, 20 * 70 * 2**30 / 1e6),
     CostColumn("calibrated", CALIBRATED, 20 * 41 * 2**30 / 1e6),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HstuLine(Line):
-    """`host_ms`: dispatch of all launches at 5 and at 10 us, where they are not one graph."""
-
-    host_ms: tuple[float, float]
 
 
 def kernel_us(cores: Counts, column: CostColumn) -> float:
@@ -198,7 +190,7 @@ def counted(
     return Layer(made, weighed, twin.cores(), rows, *slots)
 
 
-def lines(seed: int, history: int = 4096, suffix: int = 64, candidates: int = 512) -> Iterator[HstuLine]:
+def lines(seed: int, history: int = 4096, suffix: int = 64, candidates: int = 512) -> Iterator[Line]:
     """A rank on a cached prefix, and the prefill of one, each by both columns."""
     twin = Twin()
     chunks = [(start, min(CHUNK_TOKENS, history - start)) for start in range(0, history, CHUNK_TOKENS)]
@@ -214,15 +206,6 @@ def lines(seed: int, history: int = 4096, suffix: int = 64, candidates: int = 51
         for column in COLUMNS:
             ours_us = (LAYERS - 1) * sum(layer.us(column) for layer in layers) + sum(layer.us(column) for layer in last)
             ours_ms = ours_us / 1e3
-            yield HstuLine(
-                bench="twin",
-                case=f"{name}, {LAYERS} layers, {column.name}",
-                ours=ours_ms,
-                unit="ms (model)",
-                baseline=f"target in graphs; eager dispatch {host_ms[0]:.1f} to {host_ms[1]:.1f} ms more",
-                baseline_value=target_ms,
-                ratio=target_ms / ours_ms,
-                target=1.0,
-                ok=ours_ms <= target_ms,
-                host_ms=host_ms,
-            )
+            told = f"target in graphs; eager dispatch {host_ms[0]:.1f} to {host_ms[1]:.1f} ms more"
+            case = f"{name}, {LAYERS} layers, {column.name}"
+            yield compared("twin", case, ours_ms, "ms (model)", told, target_ms, target_ms / ours_ms, 1.0)

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
-from benchmarks import kernels_hstu, kernels_pass, kernels_topk
-from benchmarks.line import Line
+from benchmarks import kernels_device, kernels_hstu, kernels_pass, kernels_topk
+from benchmarks.frame import SEED, Line, compared, only, option, timed_for
 from benchmarks.roofs import measure
 from npu_gr.backend.cpu.library import Native, NativeError, load
+from npu_gr.backend.names import BackendName
 from npu_gr.core.errors import ConfigError
 
-Part = Literal["roofs", "topk", "hstu", "pass"]
-PARTS: tuple[Part, ...] = ("roofs", "topk", "hstu", "pass")
+PARTS = ("roofs", "topk", "hstu", "pass")
+OPTIONS = (
+    option("--isa", default="", help="Instruction set; by default the best of this CPU."),
+    SEED,
+    timed_for(2.0),
+    only(PARTS),
+    option("--device", default="cpu", help="Another backend compares its ops with torch's on that device."),
+)
 
 
-def lines(isa: str, seed: int, budget_s: float, parts: tuple[Part, ...] = PARTS) -> Iterator[Line]:
+def lines(
+    isa: str, seed: int, seconds: float, parts: Sequence[str] = PARTS, device: BackendName = "cpu"
+) -> Iterator[Line]:
     """Measure, a line a case.
 
     Args:
         isa: as in `library.load`.
         seed: of the random inputs.
-        budget_s: seconds of a case, about.
+        seconds: of a case, about.
         parts: which of `PARTS` run.
+        device: a backend.
 
     Raises:
         ConfigError: the kernels are not built or cannot run here.
     """
+    if device != "cpu":
+        yield from kernels_device.lines(device, seed, seconds)
+        return
     try:
         native = load(isa)
     except NativeError as error:
@@ -34,11 +46,11 @@ def lines(isa: str, seed: int, budget_s: float, parts: tuple[Part, ...] = PARTS)
     if "roofs" in parts:
         yield from _roofs(native)
     if "topk" in parts:
-        yield from kernels_topk.lines(native, seed, max(1, round(5 * budget_s)))
+        yield from kernels_topk.lines(native, seed, max(1, round(5 * seconds)))
     if "hstu" in parts:
-        yield from kernels_hstu.lines(isa, seed, budget_s)
+        yield from kernels_hstu.lines(isa, seed, seconds)
     if "pass" in parts:
-        yield from kernels_pass.lines(isa, seed, budget_s)
+        yield from kernels_pass.lines(isa, seed, seconds)
 
 
 def _roofs(native: Native) -> Iterator[Line]:
@@ -47,14 +59,5 @@ def _roofs(native: Native) -> Iterator[Line]:
     if roofs.bf16_flops:
         found.append(("bf16 multiply-add", roofs.bf16_flops, "GFLOP/s"))
     for name, value, unit in found:
-        yield Line(
-            bench="kernels",
-            case=f"roof: {name}, one core {native.isa}",
-            ours=value / 1e9,
-            unit=unit,
-            baseline="itself",
-            baseline_value=value / 1e9,
-            ratio=1.0,
-            target=None,
-            ok=None,
-        )
+        case = f"roof: {name}, one core {native.isa}"
+        yield compared("kernels", case, value / 1e9, unit, "itself", value / 1e9, 1.0)

@@ -1,4 +1,4 @@
-"""The hot ops of a device against torch's ops on it: `python -m benchmarks kernels --backend NAME`.
+"""The hot ops of a device against torch's ops on it: `python -m benchmarks kernels --device NAME`.
 
 Wall time of one op, the device waited for after each; floors by the bytes that an op must read and write once, at the
 bandwidth that a large copy on the device reached in the same run. A wrong result is an AssertionError before that.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.line import Line, percentiles, timed_in_turn
+from benchmarks.frame import Line, percentiles, timed, timed_in_turn
 from npu_gr.backend.base import TIME_BUCKETS, Backend
 from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
 from npu_gr.backend.choose import choose
@@ -61,14 +61,10 @@ def lines(name: BackendName, seed: int, seconds: float) -> Iterator[Line]:
         runs = [partial(getattr(each, method), call) for each in (backend, TorchOps())]
         _check(runs[0](), runs[1](), case)
         ours, theirs = timed_in_turn([_waited(backend, run) for run in runs], seconds)
-        ms, p10, p90 = (value * 1e3 for value in percentiles(ours))
-        torch_ms = percentiles(theirs)[0] * 1e3
-        floor_ms = num_bytes / bytes_s * 1e3
-        yield Line(
-            bench="kernels", case=f"{case}, {backend.kernels} on {backend.device.type}", ours=ms, unit="ms",
-            baseline="torch ops", baseline_value=torch_ms, ratio=torch_ms / ms, target=None, ok=None,
-            floor=floor_ms, of_floor=ms / floor_ms, p10=p10, p90=p90,
-        )  # fmt: skip
+        floor_s = num_bytes / bytes_s
+        case = f"{case}, {backend.kernels} on {backend.device.type}"
+        of_floor = percentiles(ours)[0] / floor_s
+        yield timed("kernels", case, ours, "torch ops", theirs, floor=floor_s * 1e3, of_floor=of_floor)
 
 
 def _waited(backend: Backend, op: Callable[[], object]) -> Callable[[], None]:

@@ -18,16 +18,13 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from benchmarks import rank
-from benchmarks.line import Line, percentiles, timed_in_turn
+from benchmarks.frame import Line, timed, timed_in_turn
 from npu_gr.backend import tiles
 from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native
 from npu_gr.core.errors import ConfigError
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Past, Segment
 
 LENGTHS = (1024, 4096)
 CANDIDATES = (100, 500)
@@ -123,39 +120,19 @@ def _rank(
     backend: CPUBackend, native: Native, dtype: torch.dtype, length: int, c: int, budget_s: float
 ) -> Iterator[Line]:
     """The naive path has no bias, so neither has the model: its tables are zero, and are looked up all the same."""
-    shape = rank.config()
-    model = HSTU(shape).cast(dtype).eval()
-    model.freeze_items()
-    naive = NaiveCachedBackend()
-    nothing = torch.empty(0, dtype=torch.int64)
-    items = torch.randint(shape.num_items, (length,))
-    times = torch.cumsum(torch.randint(100_000, (length,)), 0)
-    candidates = torch.randint(shape.num_items, (c,))
-    hit = Segment(
-        items=nothing, actions=nothing, times=nothing, candidates=candidates, candidate_time=int(times[-1]) + 60
-    )
-
-    def cached(b: CPUBackend) -> Segment:
-        layout = KVLayout(
-            num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
-            dtype=_name(dtype), arrangement=b.arrangement(dtype, 64),
-        )  # fmt: skip
-        runs = (PageRun(0, layout.pages(length)),)
-        arena = KVArena(layout, layout.pages(length), b.device, pack=b.pack_kv)
-        history = Segment(items=items, actions=items * 0, times=times, candidates=nothing, sink=arena.sink(runs))
-        model(backend, [history])
-        return replace(hit, past=Past(times, lambda layer: arena.slabs(layer, runs, length)))
-
-    ours = cached(backend)
-    theirs = cached(naive)
-    want = model(naive, [theirs])[0]
-    got = model(backend, [ours])[0]
+    model = HSTU(rank.config()).cast(dtype).eval()
+    model.items.freeze()
+    both = []
+    for each in (backend, NaiveCachedBackend()):
+        torch.manual_seed(c)  # the same request for both
+        both.append(rank.CachedRank(model, each, length, c, dtype))
+    ours, theirs = (partial(one.run, one.hit) for one in both)
+    want, got = theirs(), ours()
     drift = float((got - want).abs().max() / want.abs().max())
     assert drift <= TOLERANCE[dtype], f"rank L={length} M={c}: {drift:.1e}"
+    shape = model.config
     floor_s = rank.flops(shape, length, c, True) / roof_flops(native, dtype)
-    mine, other = timed_in_turn(
-        [lambda: model(backend, [ours]), lambda: model(naive, [theirs])], budget_s, clock=time.thread_time
-    )
+    mine, other = timed_in_turn([ours, theirs], budget_s, clock=time.thread_time)
     case = f"request L={length} M={c} layers={shape.num_layers} d={shape.dim} {_name(dtype)}"
     yield _line(case, native, mine, floor_s, "naive cached path, N x N mask", other, OF_FLOOR, TIMES_NAIVE)
 
@@ -174,24 +151,11 @@ def _line(
 
     Without `times_floor` there is no target.
     """
-    ours_ms, p10, p90 = (value * 1e3 for value in percentiles(ours))
-    theirs_ms = percentiles(theirs)[0] * 1e3
     of_floor = floor_s / min(ours)
-    return Line(
-        bench="kernels",
-        case=f"hstu {case} {native.isa}",
-        ours=ours_ms,
-        unit="ms",
-        baseline=baseline,
-        baseline_value=theirs_ms,
-        ratio=theirs_ms / ours_ms,
-        target=target,
-        ok=None if times_floor is None else of_floor >= 1 / times_floor and theirs_ms / ours_ms >= (target or 0),
-        floor=floor_s * 1e3,
-        of_floor=of_floor,
-        p10=p10,
-        p90=p90,
-    )
+    case = f"hstu {case} {native.isa}"
+    line = timed("kernels", case, ours, baseline, theirs, target, floor=floor_s * 1e3, of_floor=of_floor)
+    ok = None if times_floor is None else of_floor >= 1 / times_floor and line.ratio >= (target or 0)
+    return replace(line, ok=ok)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -15,20 +15,21 @@ from statistics import median
 import numpy as np
 import torch
 
-from benchmarks.line import Line, compared, timed_in_turn
+from benchmarks.frame import Line, compared, timed_in_turn
+from benchmarks.rank import layout
 from npu_gr.backend.calls import HstuWholeCall
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryReport
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
 
 TIMES_SEGMENTS = 2.0  # faster than segment by segment
@@ -80,7 +81,7 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
     torch.manual_seed(seed)
     actions = ("1", "2", "3", "4", "5")
     model = HSTU(HSTUConfig(num_items=ITEMS, actions=actions, tasks=("click", "like"), max_history_tokens=256)).eval()
-    model.freeze_items()
+    model.items.freeze()
     whole, apart = _Clocked(isa), SegmentWise(isa=isa)
     engines = [_engine(model, backend) for backend in (whole, apart)]
     works = [_cached(engines, np.random.default_rng(seed + i), i) for i in range(max(BATCHES))]
@@ -100,16 +101,11 @@ def lines(isa: str, seed: int, budget_s: float) -> Iterator[Line]:
         a, b, in_call = (median(seconds) * per for seconds in (taken, baseline, whole.in_call_s))
         yield compared("kernels", case, a, UNIT, "by segments", b, b / a, TIMES_SEGMENTS)
         with_lock = a - in_call
-        yield compared("kernels", f"{case}: with the lock", with_lock, UNIT, "the pass", a, a / with_lock, None)
+        yield compared("kernels", f"{case}: with the lock", with_lock, UNIT, "the pass", a, a / with_lock)
 
 
 def _engine(model: HSTU, backend: CPUBackend) -> RankEngine:
-    shape = model.config
-    layout = KVLayout(
-        num_layers=shape.num_layers, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
-        page_tokens=64, arrangement=backend.arrangement(torch.float32, 64),
-    )  # fmt: skip
-    arena = KVArena(layout, max(BATCHES), backend.device, pack=backend.pack_kv)
+    arena = KVArena(layout(model.config, backend), max(BATCHES), backend.device, pack=backend.pack_kv)
     return RankEngine(model, backend, Scheduler(SchedulerConfig()), arena)
 
 

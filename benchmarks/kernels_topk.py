@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.line import Line
+from benchmarks.frame import Line, compared
 from benchmarks.roofs import cpu_s
 from npu_gr.backend.calls import Choices, Continuations, TopkCall
 from npu_gr.backend.cpu.backend import CPUBackend
@@ -135,17 +135,15 @@ def timed(
 def _line(
     case: str, ours_s: float, baseline: str, baseline_s: float, target: float, floor_s: float | None = None
 ) -> Line:
-    ratio = baseline_s / ours_s
-    return Line(
-        bench="kernels",
-        case=f"{case} vs {baseline}",
-        ours=ours_s * 1e3,
-        unit="ms",
-        baseline=baseline,
-        baseline_value=baseline_s * 1e3,
-        ratio=ratio,
-        target=target,
-        ok=ratio >= target,
+    return compared(
+        "kernels",
+        f"{case} vs {baseline}",
+        ours_s * 1e3,
+        "ms",
+        baseline,
+        baseline_s * 1e3,
+        baseline_s / ours_s,
+        target,
         floor=None if floor_s is None else floor_s * 1e3,
         of_floor=None if floor_s is None else floor_s / ours_s,
     )

@@ -1,9 +1,10 @@
 // A load generator for one HTTP/1.1 server on loopback, in one thread: epoll, kept-alive connections, one POST at a
 // time on each. Latency counts from the instant at which a request was due, also while it waits for a free connection.
-// Each request ends as exactly one of: in time, late, refused (429), other (another status), timed out, failed.
+// Each request ends as exactly one of: in time, late (504 too), refused (429), other (another status), timed out, failed.
+// A request with X-Request-Timeout-Ms is given up after that time, any other after --deadline-ms.
 //
 //   loadgen --port N --path /v1/rank --goal-ms 50 --deadline-ms 1000 --stream SPEC [--stream SPEC ...]
-//           [--header "Name: value"] [--seed N] [--watch PID,PID] [--pause PID,AT_S,FOR_S] [--respect-retry-after]
+//           [--seed N] [--watch PID,PID] [--pause PID,AT_S,FOR_S] [--respect-retry-after]
 //
 // A closed client sends again at once, also after a 429. A stream is read in loadgen_stream.h. The result is one JSON
 // object on standard output. --watch reads the processes' CPU time at both ends of every stream; --pause stops a
@@ -33,7 +34,6 @@ static Stream streams[MOST_STREAMS];
 static int num_streams;
 static int port;
 static char path[256] = "/";
-static char headers[1024];
 static int64_t goal_ns = 50000000;
 static int64_t deadline_ns = NS;
 static bool respects_retry_after;
@@ -156,10 +156,15 @@ static void begin(Connection *connection, int64_t due_at) {
     send_more(connection, now_ns());
 }
 
+static int64_t patience(const Connection *connection) {
+  return connection->request->deadline ? connection->request->deadline : deadline_ns;
+}
+
 static Fate fate_of(const Connection *connection, int64_t now) {
   int64_t took = now - connection->due_at;
-  if (took > deadline_ns) return TIMED_OUT;
+  if (took > patience(connection)) return TIMED_OUT;
   if (connection->status == 200) return took <= goal_ns ? IN_TIME : LATE;
+  if (connection->status == 504) return LATE;
   return connection->status == 429 ? REFUSED : OTHER;
 }
 
@@ -238,7 +243,7 @@ static void advance(Stream *stream, int64_t now) {
 static void tick(Stream *stream, int64_t now) {
   for (int n = 0; n < stream->num_connections; n++) {
     Connection *connection = &stream->connections[n];
-    if (connection->is_busy && now - connection->due_at > deadline_ns) finish(connection, TIMED_OUT, now);
+    if (connection->is_busy && now - connection->due_at > patience(connection)) finish(connection, TIMED_OUT, now);
     wake(connection, now);
   }
 }
@@ -315,8 +320,6 @@ static void parse_options(int argc, char **argv, uint64_t *seed) {
       port = atoi(value);
     else if (!strcmp(name, "--path"))
       snprintf(path, sizeof path, "%s", value);
-    else if (!strcmp(name, "--header"))
-      snprintf(headers + strlen(headers), sizeof headers - strlen(headers), "%s\r\n", value);
     else if (!strcmp(name, "--goal-ms"))
       goal_ns = (int64_t)(atof(value) * 1e6);
     else if (!strcmp(name, "--deadline-ms"))
@@ -358,7 +361,7 @@ int main(int argc, char **argv) {
   setrlimit(RLIMIT_NOFILE, &files);
   epoll_fd = epoll_create1(EPOLL_CLOEXEC);
   for (int n = 0; n < num_streams; n++) {
-    read_requests(&streams[n], path, headers);
+    read_requests(&streams[n], path);
     make_connections(&streams[n]);
   }
   int64_t begins_at = now_ns() + SETTLE_NS;

@@ -4,6 +4,7 @@
 
 #include <math.h>
 #include <stdbool.h>
+#include <string.h>
 
 #include "loadgen_stats.h"
 
@@ -12,7 +13,8 @@
 typedef struct {
   char *data;
   size_t size;
-} Request;  // head and body, as they are sent
+  int64_t deadline;  // nanoseconds from due, after which the client gives up; 0 = the run's
+} Request;           // head and body, as they are sent
 
 struct Stream;
 
@@ -125,26 +127,28 @@ static void parse_stream(Stream *stream, char *text) {
   if (stream->num_connections < 1 || stream->to_s <= stream->from_s) fail("needs conns, from < to", stream->name);
 }
 
-// One body a line.
-static void read_requests(Stream *stream, const char *path, const char *headers) {
+// One request a line: headers, each with a tab behind it, then the body.
+static void read_requests(Stream *stream, const char *path) {
   FILE *file = fopen(stream->bodies, "r");
   if (!file) fail("cannot read bodies", stream->bodies);
   char *line = NULL;
   size_t room = 0;
   ssize_t size;
   while ((size = getline(&line, &room, file)) > 0) {
-    if (line[size - 1] == '\n') size--;
+    if (line[size - 1] == '\n') line[--size] = 0;
     if (!size) continue;
     stream->requests = realloc(stream->requests, sizeof(Request) * (size_t)(stream->num_requests + 1));
     Request *request = &stream->requests[stream->num_requests++];
-    char *head = zeros(1, strlen(path) + strlen(headers) + 128);
-    int head_size = sprintf(head,
-                            "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-                            "%sContent-Length: %zd\r\n\r\n",
-                            path, headers, size);
-    request->size = (size_t)head_size + (size_t)size;
-    request->data = realloc(head, request->size);
-    memcpy(request->data + head_size, line, (size_t)size);
+    char *body = strrchr(line, '\t') ? strrchr(line, '\t') + 1 : line;
+    size_t body_size = (size_t)(line + size - body);
+    char *to = request->data = zeros(1, strlen(path) + 2 * (size_t)size + 128);
+    to += sprintf(to, "POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n", path);
+    for (const char *from = line; from < body; from++) to += sprintf(to, *from == '\t' ? "\r\n" : "%c", *from);
+    const char *budget = strcasestr(request->data, "\r\nx-request-timeout-ms:");
+    request->deadline = budget ? (int64_t)(atof(budget + 23) * 1e6) : 0;
+    to += sprintf(to, "Content-Length: %zu\r\n\r\n", body_size);
+    memcpy(to, body, body_size);
+    request->size = (size_t)(to - request->data) + body_size;
   }
   free(line);
   fclose(file);

@@ -11,14 +11,21 @@ import sys
 import time
 from collections.abc import Iterator
 
+import click
 import numpy as np
 
-from benchmarks.line import Line
+from benchmarks.frame import COUNT, SEED, Line, compared, option
 from npu_gr.train.graph import Graph
 from npu_gr.train.match.domains import MatchData, hold_out
 from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.match.train import StageProgress, Trainer
 
+OPTIONS = (
+    option("--edges", default=1_000_000, type=click.IntRange(1000), help="Edges of both domains."),
+    option("--steps", default=4, type=click.IntRange(2), help="Steps of each stage to time."),
+    option("--threads", default=2, type=COUNT),
+    SEED,
+)
 SOURCE_SHARE = 0.7  # of the edges
 EDGES_A_USER = 10
 EDGES_AN_ITEM = 10
@@ -26,22 +33,22 @@ MINUTES = 10.0  # CPU time, at most
 GIGABYTES = 4.0  # peak memory, at most
 
 
-def lines(num_edges: int, num_steps: int, seed: int) -> Iterator[Line]:
+def lines(edges: int, steps: int, seed: int) -> Iterator[Line]:
     """Two lines: CPU minutes of a default training, and the process' peak memory.
 
     Args:
-        num_edges: of both domains.
-        num_steps: steps of each stage to time, after a first step that does not count.
+        edges: of both domains.
+        steps: of each stage to time, after a first step that does not count.
         seed: of the edges.
     """
     random = np.random.default_rng(seed)
-    num_users = num_edges // EDGES_A_USER
-    source = _graph(random, round(num_edges * SOURCE_SHARE), num_users)
-    target, validation = hold_out(_graph(random, num_edges - len(source.users), num_users), random, 2, 2000)
-    steps = num_steps + 1
+    num_users = edges // EDGES_A_USER
+    source = _graph(random, round(edges * SOURCE_SHARE), num_users)
+    target, validation = hold_out(_graph(random, edges - len(source.users), num_users), random, 2, 2000)
+    timed = steps + 1
     options = MatchOptions(
-        source_steps=steps, target_steps=steps, inter_steps=steps, evaluate_every=steps + 1, patience=0,
-        batch_edges=min(65_536, num_edges // 16), batch_anchors=2048,
+        source_steps=timed, target_steps=timed, inter_steps=timed, evaluate_every=timed + 1, patience=0,
+        batch_edges=min(65_536, edges // 16), batch_anchors=2048,
     )  # fmt: skip
     ends_at: dict[str, list[float]] = {}
     no_twins = Graph(np.empty(0, np.int64), np.empty(0, np.int64), num_users, target.num_items)
@@ -51,9 +58,12 @@ def lines(num_edges: int, num_steps: int, seed: int) -> Iterator[Line]:
     step_s = {stage: float(np.median(np.diff(ends))) for stage, ends in ends_at.items()}
     minutes = sum(step_s[stage] * num for stage, num in planned.items()) / 60
     each = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in step_s.items())
-    yield _line(f"{num_edges} edges, {sum(planned.values())} steps ({each})", minutes, "CPU min", MINUTES)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    yield _line(f"{num_edges} edges, peak memory", peak / 1e9, "GB", GIGABYTES)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    for case, ours, unit, most in (
+        (f"{sum(planned.values())} steps ({each})", minutes, "CPU min", MINUTES),
+        ("peak memory", peak, "GB", GIGABYTES),
+    ):
+        yield compared("match-train", f"{edges} edges, {case}", ours, unit, "at most", most, most / ours, 1.0)
 
 
 def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph:
@@ -67,17 +77,3 @@ def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph
 def _note(ends_at: dict[str, list[float]], done: StageProgress) -> None:
     if done.done < done.total:  # a stage is evaluated after its last step, which would count
         ends_at.setdefault(done.stage, []).append(time.process_time())
-
-
-def _line(case: str, ours: float, unit: str, limit: float) -> Line:
-    return Line(
-        bench="match-train",
-        case=case,
-        ours=ours,
-        unit=unit,
-        baseline="at most",
-        baseline_value=limit,
-        ratio=limit / ours,
-        target=1.0,
-        ok=ours <= limit,
-    )

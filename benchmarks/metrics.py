@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from prometheus_client import CollectorRegistry
 
-from benchmarks.line import Line, percentiles
-from benchmarks.rank import config
+from benchmarks.frame import SEED, Line, timed, timed_for, timed_in_turn
+from benchmarks.rank import CachedRank, config
 from npu_gr.backend.choose import choose
 from npu_gr.core.history import HistoryReport, UserKey
 from npu_gr.core.kinds import RANK
@@ -26,15 +27,15 @@ from npu_gr.core.request import Outcome, RankAnswer, Reason
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.trace import CURRENT, begin
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Past, Segment
 from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.access_log import log as request_log
 from npu_gr.server.config import ServerConfig
 from npu_gr.service.config import SLOConfig
 
+OPTIONS = (SEED, timed_for(2.0))
 SHARE = 0.01  # of a rank's CPU time, at most
 SHAPES = ((2, 64, 100), (8, 256, 100))  # layers, width, candidates: the demo's, and that of `bench rank`
-REPEATS = 200  # one is too short for the clock
+REPEATS = 200
 
 ANSWER = RankAnswer(
     model_version="v",
@@ -48,7 +49,7 @@ ANSWER = RankAnswer(
 )
 
 
-def lines(seed: int, budget_s: float) -> Iterator[Line]:
+def lines(seed: int, seconds: float) -> Iterator[Line]:
     """Two lines for each shape: metrics with exemplars; and the trace context and the log line as well."""
     registry = CollectorRegistry()
     metrics = Metrics(registry, SLOConfig().objectives())
@@ -89,73 +90,23 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
         counted = registry.get_sample_value("npu_gr_slo_requests_total", {"kind": "rank", "result": "good"})
         assert counted == 1, counted
         for layers, width, candidates in SHAPES:
-            rank = _pass(layers, width, candidates, seed)
+            torch.manual_seed(seed)
+            model = HSTU(config(layers, width)).eval()
+            model.items.freeze()
+            rank = CachedRank(model, choose("cpu"), 256, candidates)
             for name, work in (("counts", count), ("counts, trace, log line", count_and_tell)):
-                ranked, added = _cpu_in_turn(rank, work, budget_s)
-                rank_us = percentiles(ranked)[0] * 1e6
-                ours_us, p10, p90 = (seconds * 1e6 for seconds in percentiles(added))
-                yield Line(
-                    bench="metrics",
-                    case=f"{name}; rank of {candidates}, layers={layers} d={width}",
-                    ours=ours_us,
-                    unit="us CPU",
-                    baseline="the rank's own pass, cached",
-                    baseline_value=rank_us,
-                    ratio=rank_us / ours_us,
-                    target=1 / SHARE if work is count else None,
-                    ok=ours_us <= SHARE * rank_us if work is count else None,
-                    p10=p10,
-                    p90=p90,
-                )
+                functions: list[Callable[[], object]] = [partial(rank.run, rank.hit), partial(_repeated, work)]
+                ranked, added = timed_in_turn(functions, seconds, clock=time.process_time)
+                each = [took_s / REPEATS for took_s in added]
+                case = f"{name}; rank of {candidates}, layers={layers} d={width}"
+                target = 1 / SHARE if work is count else None
+                yield timed("metrics", case, each, "the rank's own pass, cached", ranked, target, unit="us CPU")
 
 
-def _pass(layers: int, width: int, candidates: int, seed: int) -> Callable[[], object]:
-    """A function that scores against a history of 256 tokens whose keys and values are cached."""
-    torch.manual_seed(seed)
-    backend = choose("cpu")
-    shape = config(layers, width)
-    model = HSTU(shape).eval()
-    model.freeze_items()
-    items = torch.randint(shape.num_items, (256,))
-    times = torch.arange(256) * 1000
-    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    nothing = torch.empty(0, dtype=torch.int64)
-    history = Segment(
-        items=items,
-        actions=torch.zeros_like(items),
-        times=times,
-        candidates=nothing,
-        sink=lambda layer, k, v: kept.__setitem__(layer, (k, v)),
-    )
-    model(backend, [history])
-    hit = Segment(
-        items=nothing,
-        actions=nothing,
-        times=nothing,
-        candidates=torch.randint(shape.num_items, (candidates,)),
-        candidate_time=256_000,
-        past=Past(times, lambda layer: [kept[layer]]),
-    )
-    return lambda: model(backend, [hit])
-
-
-def _cpu_in_turn(
-    rank: Callable[[], object], work: Callable[[], None], budget_s: float
-) -> tuple[list[float], list[float]]:
-    """CPU seconds of each rank, and of each call of `work`, in turn."""
-    ranked: list[float] = []
-    added: list[float] = []
-    rank()
-    ends_at = time.perf_counter() + budget_s
-    while len(ranked) < 5 or time.perf_counter() < ends_at:
-        began_at = time.process_time()
-        rank()
-        ranked.append(time.process_time() - began_at)
-        began_at = time.process_time()
-        for _ in range(REPEATS):
-            work()
-        added.append((time.process_time() - began_at) / REPEATS)
-    return ranked, added
+def _repeated(work: Callable[[], None]) -> None:
+    """One is too short for the clock."""
+    for _ in range(REPEATS):
+        work()
 
 
 @contextmanager

@@ -1,18 +1,17 @@
 """`python -m benchmarks protocols`: a rank by each way into an instance, beside raw msgpack under /v1.
 
-A real server process whose ranker answers zeros, so that what is left is everything but the model, and one caller over
-one connection on the same machine: the time from the request's bytes to the answer's, and the server's CPU for it.
-Every way's answer is compared with that of /v1 before anything is timed.
+A real server process with a small ranker, and one caller over one connection on the same machine: the time from the
+request's bytes to the answer's, and the server's CPU for it. Every way's answer is compared with that of /v1 before
+anything is timed.
 """
 
 from __future__ import annotations
 
 import http.client
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,28 +20,18 @@ import grpc
 import msgspec
 import numpy as np
 
-from benchmarks.door_servers import Server, Traffic, free_port, place_checkpoint, process
-from benchmarks.line import Line, percentiles, timed_in_turn
-from benchmarks.wire import inference_message, our_message, raw_infer
+from benchmarks.frame import SEED, SHIPPED_CONFIG, Line, compared, timed, timed_for, timed_in_turn
+from benchmarks.servers import Server, Traffic, free_port, instance, make_checkpoint, running
+from benchmarks.wire import inference_message, raw_infer
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.middleware import OCTETS
-from npu_gr.server.oip.http import HEADER_LENGTH
-from npu_gr.server.rpc.messages import INFERENCE, OURS, message
+from npu_gr.server.oip.routes import HEADER_LENGTH
+from npu_gr.server.rpc.inference import INFERENCE, message
 
+OPTIONS = (SEED, SHIPPED_CONFIG, timed_for(3.0, "Of each way."))
 BASELINE = "/v1, raw msgpack"
 NUM_CPU = 200  # ranks whose CPU is read together
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProtocolOptions:
-    """What `python -m benchmarks protocols` is asked for."""
-
-    config: Path  # of the instance, as it ships
-    checkpoint: Path | None = None  # None: an untrained model is made
-    seconds: float = 3.0
-    seed: int = 0
-    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +43,7 @@ class _Way:
     scores: Callable[[Any], bytes]  # of the first task, raw float32
 
 
-def lines(options: ProtocolOptions) -> Iterator[Line]:
+def lines(seed: int, config: Path, seconds: float) -> Iterator[Line]:
     """Time every way, and read the server's CPU for it.
 
     Raises:
@@ -62,31 +51,26 @@ def lines(options: ProtocolOptions) -> Iterator[Line]:
     """
     with TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        checkpoint = place_checkpoint(options.checkpoint, folder / "checkpoint", 2, 256, options.seed)
-        body = options.traffic.bodies(load_checkpoint(checkpoint), "", options.seed)[0]
-        port, rpc_port = free_port(), free_port()
-        settings = [
-            f"server.port={port}",
-            f"server.admin_port={free_port()}",
-            f"server.grpc_port={rpc_port}",
-            "server.log_requests=slow",
-            f"checkpoint={checkpoint}",
-            f"features.path={folder / 'history.db'}",
-        ]
-        command = [sys.executable, "-m", "benchmarks.front_stub", str(options.config), *settings]
-        server = stack.enter_context(process("stub", command, port, folder, ready="/readyz"))
-        ways = _ways(stack, body, port, rpc_port, load_checkpoint(checkpoint).model.config.tasks[0])
+        make_checkpoint(folder / "checkpoint", 1, 64, seed)
+        model = load_checkpoint(folder / "checkpoint")
+        rpc_port = free_port()
+        settings = (f"server.grpc_port={rpc_port}", "server.log_requests=slow")
+        one = instance("protocols", folder / "checkpoint", folder, settings, config)
+        server = stack.enter_context(running("protocols", one))
+        traffic = Traffic()
+        body = traffic.bodies(model, "", seed)[0]
+        ways = _ways(stack, body, server.port, rpc_port, model.model.config.tasks[0])
+        ways[0].ask()  # full inference; the next ones find its prefix
         want = ways[0].scores(ways[0].ask())
         for way in ways:
             assert way.scores(way.ask()) == want, f"{way.name}: other scores than {BASELINE}"
-        times = timed_in_turn([way.ask for way in ways], options.seconds * len(ways))
-        base_ms = percentiles(times[0])[0] * 1e3
-        base_cpu_ms = _cpu_ms(server, ways[0].ask)
-        case = f"L={options.traffic.history_tokens} M={options.traffic.num_candidates}"
+        times = timed_in_turn([way.ask for way in ways], seconds * len(ways))
+        base_ms = _cpu_ms(server, ways[0].ask)
         for way, took_s in zip(ways[1:], times[1:], strict=True):
-            ours_ms, p10, p90 = (s * 1e3 for s in percentiles(took_s))
-            yield _line(f"{case} {way.name}: round trip", ours_ms, base_ms, p10, p90)
-            yield _line(f"{case} {way.name}: server's CPU", _cpu_ms(server, way.ask), base_cpu_ms)
+            case = f"L={traffic.history_tokens} M={traffic.num_candidates} {way.name}"
+            yield timed("protocols", f"{case}: round trip", took_s, BASELINE, times[0])
+            ours_ms = _cpu_ms(server, way.ask)
+            yield compared("protocols", f"{case}: server's CPU", ours_ms, "ms", BASELINE, base_ms, base_ms / ours_ms)
 
 
 def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task: str) -> list[_Way]:
@@ -114,7 +98,6 @@ def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task
     lists = msgspec.json.encode(body)
     head, data = raw_infer(body["user_id"], candidates, columns, {"binary_data_output": True})
     inferred = inference_message(body["user_id"], candidates, columns)
-    ours = our_message(body["user_id"], candidates, columns)
 
     def of_infer(told: tuple[bytes, str | None]) -> bytes:
         begins_at = int(told[1] or 0)
@@ -124,7 +107,7 @@ def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task
     def of_json(told: tuple[bytes, str | None]) -> bytes:
         return np.array(msgspec.json.decode(told[0])["scores"][task], np.float32).tobytes()
 
-    answers = message("inference.ModelInferResponse"), message("npu_gr.v1.RankAnswer")
+    answers = message("inference.ModelInferResponse")
     raw_headers = {"Content-Type": OCTETS, HEADER_LENGTH: str(len(head))}
     both = {"Content-Type": MSGPACK, "Accept": MSGPACK}
     return [
@@ -134,12 +117,7 @@ def _ways(stack: ExitStack, body: dict[str, Any], port: int, rpc_port: int, task
         _Way(
             "infer over gRPC, raw",
             lambda: call(f"/{INFERENCE}/ModelInfer", inferred),
-            lambda one: bytes(answers[0].FromString(one).raw_output_contents[0]),
-        ),
-        _Way(
-            "our gRPC, raw",
-            lambda: call(f"/{OURS}/Rank", ours),
-            lambda one: np.array(answers[1].FromString(one).scores[task].values, np.float32).tobytes(),
+            lambda one: bytes(answers.FromString(one).raw_output_contents[0]),
         ),
     ]
 
@@ -165,19 +143,3 @@ def _cpu_ms(server: Server, ask: Callable[[], Any]) -> float:
 def _threads(server: Server) -> Iterator[str]:
     for pid in server.pids:
         yield from (f"{pid}/task/{one.name}" for one in Path(f"/proc/{pid}/task").iterdir())
-
-
-def _line(case: str, ours: float, base: float, p10: float | None = None, p90: float | None = None) -> Line:
-    return Line(
-        bench="protocols",
-        case=case,
-        ours=ours,
-        unit="ms",
-        baseline=BASELINE,
-        baseline_value=base,
-        ratio=base / ours,
-        target=None,
-        ok=None,
-        p10=p10,
-        p90=p90,
-    )

@@ -13,19 +13,21 @@ below beyond it; a line with a floor says that ours reaches it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import TypeVar
 
+import click
 import msgspec
 import numpy as np
 
-from benchmarks.line import Line, compared
-from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import Interactions
+from benchmarks.frame import COUNT, FILE, THREADS, Line, compared, option
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.dataset.log import read_log
+from npu_gr.features.interactions import Interactions, movielens_100k, read_item_features
 from npu_gr.train.baselines.sasrec import SASRec, SASRecOptions
 from npu_gr.train.data import build_log
 from npu_gr.train.generate.train import BEAUTY, BEAUTY_GIVEN, MOVIELENS, SPLIT, GenerateOptions, train_generator
@@ -42,6 +44,22 @@ from npu_gr.train.rank.train import train_rank
 from npu_gr.train.retrieve.train import RetrieveOptions, train_retriever
 from npu_gr.train.site.options import options_for
 
+PARTS = ("match", "next", "codes", "features", "zozotown", "cold")
+OPTIONS = (
+    option("--pairs", type=FILE, help="Folder with a folder of train.txt, perhaps test.txt, for each domain."),
+    option("--log", "logs", multiple=True, type=FILE, help="Of the next item, MovieLens-100K if absent; repeatable."),
+    option("--codes", type=FILE, help="Folder with inter.json and index_rqvae.json: the generator with given IDs."),
+    option(
+        "--only",
+        "parts",
+        multiple=True,
+        type=click.Choice(PARTS),
+        help="Run these parts; the last three run only if they are named.",
+    ),
+    option("--seeds", default=3, type=COUNT, help="Trainings of each model."),
+    option("--quick", is_flag=True, help="One seed and few steps: shows that everything runs, in minutes."),
+    THREADS,
+)
 DENSITY = 0.4  # share of the target's edges that matching is trained on
 NUM_VALIDATION = 2000
 # (source, target) of DisenCDR's folders -> what is served: HIT@10 and HIT@50, and HIT@50 of SCCDR alone
@@ -103,6 +121,53 @@ QUICK = Effort(
     sasrec=SASRecOptions(epochs=2),
 )
 """Shows that everything runs, in minutes; nothing is trained to its end, so `ok` may well be false."""
+
+
+def lines(
+    pairs: Path | None,
+    logs: Sequence[Path],
+    codes: Path | None,
+    parts: Sequence[str],
+    seeds: int,
+    quick: bool,
+) -> Iterator[Line]:
+    """Train and judge, a line a data set, way and figure.
+
+    Args:
+        pairs: of matching; None = without it.
+        logs: of the next item; none = MovieLens-100K.
+        codes: of the generator with given IDs; None = without it.
+        parts: that run; none = match, next and codes, as far as there are data.
+        seeds: trainings of each model.
+        quick: one seed and few steps.
+
+    Raises:
+        ConfigError: a part is named whose data are not.
+    """
+    from benchmarks.quality_cold import cold_lines, warm_lines
+    from benchmarks.quality_features import movielens_lines
+    from benchmarks.quality_zozotown import zozotown_lines
+
+    for name, folder in (("--pairs for match", pairs), ("--codes for codes", codes)):
+        if folder is None and name.rpartition(" ")[2] in parts:
+            raise ConfigError(f"bench quality: needs {name}")
+    effort = QUICK if quick else replace(FULL, seeds=tuple(range(seeds)))
+    if "cold" in parts:
+        path = movielens_100k()
+        features = read_item_features(path.with_suffix(".item"), ["class", "release_year"])
+        yield from cold_lines(read_log(path), features, path.name, effort.rank, effort.generate)
+        yield from warm_lines(read_log(path), features, path.name, effort.rank, effort.seeds)
+    if pairs is not None and (not parts or "match" in parts):
+        yield from match_lines(pairs, effort)
+    if not parts or "next" in parts:
+        for log in logs or (movielens_100k(),):
+            yield from next_lines(read_log(log), log.name, effort)
+    if codes is not None and (not parts or "codes" in parts):
+        yield from codes_lines(read_log(codes / "inter.json"), codes / "index_rqvae.json", codes.name, effort)
+    if "features" in parts:
+        yield from movielens_lines(effort.features, effort.seeds)
+    if "zozotown" in parts:
+        yield from zozotown_lines(effort.seeds[0])
 
 
 def match_lines(folder: Path, effort: Effort) -> Iterator[Line]:

@@ -30,11 +30,11 @@ import msgspec
 import numpy as np
 import torch
 
-from benchmarks.line import Line
+from benchmarks.frame import Line
 from npu_gr.core.arrays import I64
 from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import NewItems
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.data import InteractionLog, NextItem, build_log, to_train_on
 from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, item_vectors, residual_codes
@@ -100,7 +100,7 @@ def cold_lines(
     every = [NextItem(int(user), int(event)) for user, event in zip(log.users[events], events, strict=True)]
     targets = sample_targets(every, MAX_TARGETS, rank.seed)
     inputs = LogInputs(log, wide)
-    vectors, table = user_vectors(inputs, wide, targets), wide.item_vectors()[first:]
+    vectors, table = user_vectors(inputs, wide, targets), wide.items.vectors()[first:]
     chosen = _chosen(log, targets, first, (vectors @ table.T).numpy().astype(np.float64))
     by_genre = _chosen(log, targets, first, np.tile(genres.popular[first:], (len(targets), 1)))
     for name, base in (("popularity", np.full(len(targets), 0.5)), ("popularity of the genre", by_genre)):
@@ -334,5 +334,5 @@ def with_new_items(model: HSTU, new: NewItems) -> HSTU:
     if config.item_codes:
         state["codes.of_item"] = torch.cat([state["codes.of_item"], torch.from_numpy(new.codes)])
     wide.load_state_dict(state)
-    wide.eval().freeze_items()
+    wide.eval().items.freeze()
     return wide

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.line import Line
+from benchmarks.frame import Line
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.factors import MF_SCORE
 from npu_gr.dataset import PrepareOptions, prepare

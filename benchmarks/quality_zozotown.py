@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.line import Line
+from benchmarks.frame import Line
 from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.computed import time_column
 from npu_gr.dataset import PrepareOptions, prepare

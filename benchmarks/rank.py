@@ -9,18 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import click
 import torch
 from torch import Tensor
 
-from benchmarks.line import Line, percentiles, timed_in_turn
+from benchmarks.frame import BACKEND, SEED, THREADS, Line, option, timed, timed_for, timed_in_turn
+from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Past, Segment
+from npu_gr.model.hstu_segments import Past, Segment
 
+OPTIONS = (
+    BACKEND,
+    option("--dtype", default="float32", type=click.Choice(["float32", "bfloat16"])),
+    THREADS,
+    SEED,
+    timed_for(3.0),
+)
 LENGTHS = (256, 1024, 4096)
 CANDIDATES = (100, 500)
 WITHIN = 0.85  # the cached path must reach this share of the flop ratio
@@ -41,6 +50,59 @@ def config(num_layers: int = 8, dim: int = 256) -> HSTUConfig:
         scaling_seqlen=4096,
         max_history_tokens=8192,
     )
+
+
+def layout(shape: HSTUConfig, backend: Backend, dtype: torch.dtype = torch.float32) -> KVLayout:
+    """How a ranker's prefixes lie in memory, as an instance lays them."""
+    return KVLayout(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        qk_dim=shape.qk_dim,
+        v_dim=shape.v_dim,
+        page_tokens=64,
+        dtype=str(dtype).removeprefix("torch."),
+        arrangement=backend.arrangement(dtype, 64),
+    )
+
+
+class CachedRank:
+    """One request to a model, whose history's keys and values are cached: cold and as a hit."""
+
+    def __init__(
+        self, model: HSTU, backend: Backend, num_tokens: int, num_candidates: int, dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Draw a request and encode its history.
+
+        Args:
+            model, backend: that run it.
+            num_tokens: of the history.
+            num_candidates: of the rank.
+            dtype: of the model.
+        """
+        self._model = model
+        self._backend = backend
+        laid = layout(model.config, backend, dtype)
+        arena = KVArena(laid, laid.pages(num_tokens), backend.device, pack=backend.pack_kv)
+        nothing = torch.empty(0, dtype=torch.int64, device=backend.device)
+        items = torch.randint(model.config.num_items, (num_tokens,), device=backend.device)
+        times = torch.cumsum(torch.randint(100_000, (num_tokens,)), 0).to(backend.device)
+        runs = (PageRun(0, laid.pages(num_tokens)),)
+        self.cold = Segment(
+            items=items,
+            actions=torch.zeros_like(items),
+            times=times,
+            candidates=torch.randint(model.config.num_items, (num_candidates,), device=backend.device),
+            candidate_time=int(times[-1]) + 60,
+        )
+        self.run(replace(self.cold, candidates=nothing, sink=arena.sink(runs)))
+        past = Past(times, lambda layer: arena.slabs(layer, runs, num_tokens))
+        self.hit = replace(self.cold, items=nothing, actions=nothing, times=nothing, past=past)
+
+    def run(self, segment: Segment) -> Tensor:
+        """The scores of a segment."""
+        scores: Tensor = self._model(self._backend, [segment])[0]
+        self._backend.synchronize()
+        return scores
 
 
 def flops(shape: HSTUConfig, num_history: int, num_candidates: int, cached: bool) -> float:
@@ -65,19 +127,14 @@ def flops(shape: HSTUConfig, num_history: int, num_candidates: int, cached: bool
     return candidates + (shape.num_layers - 1) * (n * row + n * (n + 1) / 2 * pair) + last
 
 
-def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: float) -> Iterator[Line]:
+def lines(backend: BackendName, dtype: str, seed: int, seconds: float) -> Iterator[Line]:
     """One line for each length of history and number of candidates.
-
-    Args:
-        backend_name: as in a configuration.
-        dtype: of the model.
-        seed: of weights and inputs.
-        budget_s: to time each case for.
 
     Raises:
         AssertionError: the cached scores are wrong; nothing was timed.
     """
-    backend = choose(backend_name)
+    device = choose(backend)
+    kind: torch.dtype = getattr(torch, dtype)
     torch.manual_seed(seed)
     shape = config()
     model = HSTU(shape)
@@ -85,58 +142,14 @@ def lines(backend_name: BackendName, dtype: torch.dtype, seed: int, budget_s: fl
         for name, parameter in model.named_parameters():
             if name.endswith(("position_bias", "time_bias")):
                 parameter.normal_(std=0.1)
-    model.cast(dtype).to(backend.device).eval().freeze_items()
-    layout = KVLayout(
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        qk_dim=shape.qk_dim,
-        v_dim=shape.v_dim,
-        page_tokens=64,
-        dtype=str(dtype).removeprefix("torch."),
-        arrangement=backend.arrangement(dtype, 64),
-    )
-    arena = KVArena(layout, layout.pages(max(LENGTHS)), backend.device, pack=backend.pack_kv)
-    nothing = torch.empty(0, dtype=torch.int64, device=backend.device)
+    model.cast(kind).to(device.device).eval().items.freeze()
     for n in LENGTHS:
-        items = torch.randint(shape.num_items, (n,), device=backend.device)
-        times = torch.cumsum(torch.randint(100_000, (n,)), 0).to(backend.device)
-        runs = (PageRun(0, layout.pages(n)),)
-        actions = torch.zeros_like(items)
-        history = Segment(items=items, actions=actions, times=times, candidates=nothing, sink=arena.sink(runs))
-        model(backend, [history])
-        past = Past(times, lambda layer, runs=runs, n=n: arena.slabs(layer, runs, n))  # type: ignore[misc]
         for c in CANDIDATES:
-            candidates = torch.randint(shape.num_items, (c,), device=backend.device)
-            shown_at = int(times[-1]) + 60
-            cold = Segment(items=items, actions=actions, times=times, candidates=candidates, candidate_time=shown_at)
-            hit = replace(cold, items=nothing, actions=nothing, times=nothing, past=past)
-
-            def run(segment: Segment) -> Tensor:
-                scores: Tensor = model(backend, [segment])[0]
-                backend.synchronize()
-                return scores
-
-            want = run(cold)
-            got = run(hit)
+            rank = CachedRank(model, device, n, c, kind)
+            want, got = rank.run(rank.cold), rank.run(rank.hit)
             drift = float((want - got).abs().max() / want.std())
-            assert drift <= TOLERANCE[dtype], f"n={n} c={c}: cached scores drift by {drift:.1e}"
-            full, cached = timed_in_turn([lambda s=cold: run(s), lambda s=hit: run(s)], budget_s)  # type: ignore[misc]
-            full_ms = percentiles(full)[0] * 1e3
-            ours_ms, p10, p90 = (value * 1e3 for value in percentiles(cached))
+            assert drift <= TOLERANCE[kind], f"n={n} c={c}: cached scores drift by {drift:.1e}"
+            full, cached = timed_in_turn([lambda r=rank: r.run(r.cold), lambda r=rank: r.run(r.hit)], seconds)  # type: ignore[misc]
             floor = flops(shape, n, c, False) / flops(shape, n, c, True)
-            ratio = full_ms / ours_ms
-            yield Line(
-                bench="rank",
-                case=f"L={n} M={c} layers={shape.num_layers} d={shape.dim} {layout.dtype}",
-                ours=ours_ms,
-                unit="ms",
-                baseline="full inference, same ops",
-                baseline_value=full_ms,
-                ratio=ratio,
-                target=WITHIN * floor,
-                ok=ratio >= WITHIN * floor,
-                floor=floor,
-                of_floor=ratio / floor,
-                p10=p10,
-                p90=p90,
-            )
+            case = f"L={n} M={c} layers={shape.num_layers} d={shape.dim} {dtype}"
+            yield timed("rank", case, cached, "full inference, same ops", full, WITHIN * floor, floor=floor)

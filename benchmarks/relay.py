@@ -29,11 +29,13 @@ import gc
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import click
 import numpy as np
 
-from benchmarks.line import Line, compared
+from benchmarks.frame import BACKEND, COUNT, FILE, SEED, THREADS, Line, Numbers, compared, only, option
 from benchmarks.relay_rig import (
     LEAD,
     RETURNING,
@@ -50,10 +52,28 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.core.history import UserKey
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.config import TriggerConfig
 from npu_gr.replay.convert import read_mooncake
 
 PARTS = ("arms", "longest", "trigger")
+OPTIONS = (
+    BACKEND,
+    THREADS,
+    SEED,
+    option("--lengths", default="1024,2048", type=Numbers(), help="Tokens of a history."),
+    option("--candidates", default="100", type=Numbers(), help="Of a rank."),
+    option("--layers", default=3, type=click.IntRange(2)),
+    option("--dim", default=256, help="Of the model; a multiple of 64."),
+    option("--count", default=200, type=COUNT, help="Requests of each run."),
+    option(
+        "--lowest",
+        default=0.1,
+        type=click.FloatRange(min=0, min_open=True),
+        help="The lowest rate, as a share of what full inference could do.",
+    ),
+    option("--trace", type=FILE, help="A Mooncake trace; one arm follows its returns."),
+    only(PARTS),
+)
 MULTIPLES = (1.2, 1.5, 3.0)  # the objectives, of the idle full inference
 STEP = 1.25  # from one rate of the grid to the next
 STEPS = 32  # of the grid: the last is a thousand times the lowest
@@ -202,8 +222,11 @@ async def last(holds: Callable[[int], Awaitable[bool]], start: int, stop: int) -
 
 
 def lines(
-    backend_name: BackendName,
-    shapes: Sequence[Shape],
+    backend: BackendName,
+    lengths: Sequence[int],
+    candidates: Sequence[int],
+    layers: int,
+    dim: int,
     count: int,
     lowest: float,
     seed: int,
@@ -213,18 +236,19 @@ def lines(
     """For each shape: the parts alone, then each arm's sustained rate beside that of full inference.
 
     Args:
-        backend_name: as in a configuration.
-        shapes: to measure.
+        backend: as in a configuration.
+        lengths, candidates, layers, dim: of the shapes to measure.
         count: requests of each run.
         lowest: the lowest rate, of what full inference could do.
         seed: of weights and traffic.
         trace: a Mooncake trace for the arm that follows one; None = no such arm.
         parts: of `PARTS`.
     """
-    backend = choose(backend_name)
+    device = choose(backend)
     sessions = [] if trace is None else [r.session(n) for n, r in enumerate(read_mooncake(trace))]
-    for shape in shapes:
-        yield from ShapeBench(shape, backend, count, lowest, seed).lines(sessions, parts)
+    for num_tokens, num_candidates in product(lengths, candidates):
+        shape = Shape(num_tokens, num_candidates, layers, dim)
+        yield from ShapeBench(shape, device, count, lowest, seed).lines(sessions, parts)
 
 
 class ShapeBench:

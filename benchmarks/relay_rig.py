@@ -19,25 +19,22 @@ import torch
 
 from benchmarks.rank import config as model_config
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramEntry, DramStore
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
-from npu_gr.relay.config import RelayConfig
+from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Relay
-from npu_gr.relay.trigger import TriggerConfig
 
 LEAD = 2.0  # of the idle full inference: from signal to rank
 HBM_PREFIXES = 16  # that the pool holds
@@ -126,7 +123,7 @@ class Rig:
         torch.manual_seed(seed)
         config = msgspec.structs.replace(model_config(shape.num_layers, shape.dim), max_history_tokens=shape.num_tokens)
         self.model = HSTU(config).to(backend.device).eval()
-        self.model.freeze_items()
+        self.model.items.freeze()
         self.layout = KVLayout(
             num_layers=config.num_layers,
             num_heads=config.num_heads,

@@ -1,4 +1,4 @@
-"""`benchmarks store`: what a copy costs the event loop in a DRAM tier of a million entries, beside ten thousand.
+"""`python -m benchmarks store`: what a copy in a DRAM tier of a million entries costs the event loop.
 
 Keys, order of use, TTL with its jitter, pages and eviction are real; the bytes are not: the arena is of torch's meta
 device. A turn is one user's return: find, lease, and at the end of the rank a new copy, which evicts the entry that was
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from benchmarks.line import Line, percentiles
+from benchmarks.frame import SEED, Line, timed
 from npu_gr.core.history import UserKey
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramStore
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
+from npu_gr.engine.kv.tier import DramStore, PrefixKey
 
+OPTIONS = (SEED,)
 FEW = 10_000
 MANY = 1_000_000
 TURNS = 2_000  # of each sample
@@ -68,17 +68,5 @@ def lines(seed: int) -> Iterator[Line]:
             row.append((time.thread_time() - began_at) / TURNS)
     for tier in tiers:
         assert len(tier.store) == tier.store.arena.num_pages, "a full tier stays full"
-    (ours_s, p10_s, p90_s), (base_s, _, _) = (percentiles(row) for row in samples)
-    yield Line(
-        bench="store",
-        case=f"find, lease, evict and add in a DRAM tier of {MANY:,} entries",
-        ours=ours_s * 1e6,
-        unit="us",
-        baseline=f"of {FEW:,}",
-        baseline_value=base_s * 1e6,
-        ratio=base_s / ours_s,
-        target=1 / AT_MOST,
-        ok=base_s / ours_s >= 1 / AT_MOST,
-        p10=p10_s * 1e6,
-        p90=p90_s * 1e6,
-    )
+    case = f"find, lease, evict and add in a DRAM tier of {MANY:,} entries"
+    yield timed("store", case, samples[0], f"of {FEW:,}", samples[1], 1 / AT_MOST, unit="us")

@@ -14,24 +14,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import msgspec
 import numpy as np
+import torch
+import uvloop
 
-from benchmarks.line import Line, percentiles
+from benchmarks.frame import FILE, SEED, SET, Line, Numbers, compared, option, percentiles, timed
 from benchmarks.relay_rig import allowed_late
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, RECOMMEND
 from npu_gr.core.request import OrderName, RankRequest, RecommendRequest, SourceName
-from npu_gr.features.base import HistoryConfig
+from npu_gr.features.store import HistoryConfig
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, load
 from npu_gr.service.service import Service
 
+OPTIONS = (
+    option("--config", type=FILE, required=True, help="Of a site, with a trunk and a generator."),
+    SET,
+    SEED,
+    option("--lengths", default="128,512,1024", type=Numbers(), help="Tokens of a history."),
+    option("--seconds", default=5.0, help="Of each run of the open loop."),
+    option("--count", default=200, type=click.IntRange(5), help="Lone requests of each kind."),
+)
 SHOWN_AT = 1_900_000_000
 BUDGET_S = 10.0
 GOAL = 5.0  # times the lone median of two models
@@ -56,13 +67,13 @@ ONE_TRUNK = Way("one trunk", ("trunk",), None)
 TWO_MODELS = Way("two models", ("generate",), "rank")
 
 
-async def lines(
-    path: Path, overrides: Sequence[str], lengths: Sequence[int], seconds: float, count: int, seed: int
-) -> AsyncIterator[Line]:
+def lines(
+    config: Path, overrides: Sequence[str], lengths: Sequence[int], seconds: float, count: int, seed: int
+) -> Iterator[Line]:
     """Three lines a length: the median from a resident prefix, twice, and the goodput.
 
     Args:
-        path: configuration of an instance with a trunk and a generator, such as a site's `serve.yaml`.
+        config: of an instance with a trunk and a generator, such as a site's `serve.yaml`.
         overrides: `section.key=value`.
         lengths: tokens of a history.
         seconds: of each run of the open loop.
@@ -72,27 +83,30 @@ async def lines(
     Raises:
         ConfigError: the configuration cannot be served, or has no cascade or no generator.
     """
-    config = load(path, overrides)
-    async with instance(_both(config)) as (_, service):
-        for num_tokens in lengths:
-            bench = _Bench(service, num_tokens, seed)
-            rank_s, trunk_s, models_s = await bench.alone(count)
-            yield _median(bench, "a rank of as many", trunk_s, rank_s, 1 / bench.most_ranks)
-            yield _median(bench, "two models", trunk_s, models_s, None)
-            goal_s = max(GOAL * percentiles(models_s)[0], LEAST_GOAL_S)
-            ours, theirs = [await bench.goodput(way, goal_s, seconds) for way in (ONE_TRUNK, TWO_MODELS)]
-            ratio = ours / theirs if theirs else float("inf")
-            yield Line(
-                bench="trunk",
-                case=f"L={num_tokens} M={bench.num_candidates} goodput at P99 <= {goal_s * 1e3:.0f} ms",
-                ours=ours,
-                unit="recommends/s",
-                baseline=TWO_MODELS.name,
-                baseline_value=theirs,
-                ratio=ratio,
-                target=TARGET,
-                ok=ratio >= TARGET,
-            )
+    given = load(config, overrides)
+    torch.set_num_threads(given.threads)
+
+    async def measure() -> list[Line]:
+        async with instance(_both(given)) as (_, service):
+            benches = (_Bench(service, num_tokens, seed) for num_tokens in lengths)
+            return [line for bench in benches for line in await _lines(bench, seconds, count)]
+
+    yield from uvloop.run(measure())
+
+
+async def _lines(bench: _Bench, seconds: float, count: int) -> list[Line]:
+    rank_s, trunk_s, models_s = await bench.alone(count)
+    goal_s = max(GOAL * percentiles(models_s)[0], LEAST_GOAL_S)
+    ours, theirs = [await bench.goodput(way, goal_s, seconds) for way in (ONE_TRUNK, TWO_MODELS)]
+    ratio = ours / theirs if theirs else float("inf")
+    size = f"L={bench.num_tokens} M={bench.num_candidates}"
+    lone = f"{size} lone recommend, prefix resident"
+    case = f"{size} goodput at P99 <= {goal_s * 1e3:.0f} ms"
+    return [
+        timed("trunk", lone, trunk_s, "a rank of as many", rank_s, 1 / bench.most_ranks),
+        timed("trunk", lone, trunk_s, "two models", models_s),
+        compared("trunk", case, ours, "recommends/s", TWO_MODELS.name, theirs, ratio, TARGET),
+    ]
 
 
 def _both(config: Config) -> Config:
@@ -103,24 +117,6 @@ def _both(config: Config) -> Config:
     sources: dict[SourceName, int] = {"trunk": given.get("trunk", 200), "generate": given.get("generate", 100)}
     recommend = msgspec.structs.replace(config.recommend, sources=sources, hook=None, popular=None)
     return msgspec.structs.replace(config, recommend=recommend, features=HistoryConfig(kind="none"), record=None)
-
-
-def _median(bench: _Bench, baseline: str, ours: list[float], theirs: list[float], target: float | None) -> Line:
-    p50, p10, p90 = (value * 1e3 for value in percentiles(ours))
-    base = percentiles(theirs)[0] * 1e3
-    return Line(
-        bench="trunk",
-        case=f"L={bench.num_tokens} M={bench.num_candidates} lone recommend, prefix resident",
-        ours=p50,
-        unit="ms",
-        baseline=baseline,
-        baseline_value=base,
-        ratio=base / p50,
-        target=target,
-        ok=None if target is None else base / p50 >= target,
-        p10=p10,
-        p90=p90,
-    )
 
 
 def request_of(way: Way, user: UserKey, events: Events) -> RecommendRequest:

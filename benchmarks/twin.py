@@ -1,22 +1,22 @@
-"""`python -m benchmarks twin`: what masked_topk costs on paper, beside a full sort and a top-k without its filter.
+"""`python -m benchmarks twin`: what masked_topk and an HSTU pass cost an Ascend 910B on paper; not a measurement.
 
-Instructions and bytes of masked_topk are counted by the CPU twin of the 910B while it runs the real kernel; those of
-the other two follow from how the same instructions would do them. The time is a MODEL from public figures, below, and
-no measurement: no NPU has run this. One row on one core; loads, vector work and stores overlap: the slowest counts.
+masked_topk stands beside a full sort and a top-k without its filter. Its instructions and bytes are counted by the CPU
+twin of the 910B while it runs the real kernel; those of the other two follow from how the same instructions would do
+them. The time is a MODEL from public figures, below, and no measurement: no NPU has run this. One row on one core;
+loads, vector work and stores overlap: the slowest counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
-from rich import box
-from rich.table import Column, Table
 
-from benchmarks.ascend_twin import Machine, Twin, TwinReport, packed
-from benchmarks.line import Line
+from benchmarks import hstu_model
+from benchmarks.ascend_twin import Machine, Twin, packed
+from benchmarks.frame import SEED, Line, compared
 
+OPTIONS = (SEED,)
 LENGTHS = (1024, 8192, 65_536)
 KS = (32, 128, 512)
 KEPT = (1.0, 0.3, 0.05)
@@ -36,14 +36,6 @@ CORE_BYTES_PER_CYCLE = 1600 / 48 / CLOCK_GHZ
 FLAG_CYCLES = 18
 SCALAR_CYCLES = 18
 GATHER_CYCLES = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TwinLine(Line):
-    """`counts`: of one row, on one core; `kernel`: masked_topk's, `baseline`: of the line's baseline."""
-
-    kernel: dict[str, float]
-    baseline_counts: dict[str, float]
 
 
 def modelled_us(counts: dict[str, float]) -> float:
@@ -110,8 +102,12 @@ def plain_topk(n: int, k: int, tile: int) -> dict[str, float]:
     return _sorting(-(-n // 32), tiles * a_tile, n, k, loads=tiles * (2 + _passes(min(n, tile))))
 
 
-def lines(seed: int) -> Iterator[TwinLine]:
-    """Two lines a case, one a baseline. Raises AssertionError where the kernel's answer is not a stable sort's."""
+def lines(seed: int) -> Iterator[Line]:
+    """Two lines a case of masked_topk, one a baseline, then those of an HSTU pass (`hstu_model.py`).
+
+    Raises:
+        AssertionError: the kernel's answer is not a stable sort's.
+    """
     twin = Twin()
     random = np.random.default_rng(seed)
     for n in LENGTHS:
@@ -120,60 +116,18 @@ def lines(seed: int) -> Iterator[TwinLine]:
             mask = random.random((ROWS, n)) < kept
             for k in KS:
                 value, index, report = twin.masked_topk(logits, packed(mask), k, on=Machine(1))
-                _check(logits, mask, value, index)
-                yield from _lines_of(n, k, kept, report)
-
-
-def _check(
-    logits: np.ndarray[tuple[int, int], np.dtype[np.float32]],
-    mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]],
-    value: np.ndarray[tuple[int, int], np.dtype[np.float32]],
-    index: np.ndarray[tuple[int, int], np.dtype[np.int32]],
-) -> None:
-    scores = np.where(mask, logits, -np.inf)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, : value.shape[1]]
-    want = np.take_along_axis(scores, order, axis=1)
-    assert np.array_equal(value[:, : want.shape[1]], want), "masked_topk is wrong"
-    assert np.array_equal(index[:, : want.shape[1]], np.where(want > -np.inf, order, -1)), "masked_topk is wrong"
-
-
-def _lines_of(n: int, k: int, kept: float, report: TwinReport) -> Iterator[TwinLine]:
-    ours = {name: count / ROWS for name, count in report.total.items()}
-    ours_us = modelled_us(ours)
-    for name, counts in (("full sort", full_sort(n, k)), ("top-k, no filter", plain_topk(n, k, report.tile))):
-        baseline_us = modelled_us(counts)
-        yield TwinLine(
-            bench="twin",
-            case=f"n={n} k={k} kept={kept:.0%}",
-            ours=ours_us,
-            unit="us (model)",
-            baseline=name,
-            baseline_value=baseline_us,
-            ratio=baseline_us / ours_us,
-            target=None,
-            ok=None,
-            kernel=ours,
-            baseline_counts=counts,
-        )
-
-
-def table(found: Iterable[TwinLine]) -> Table:
-    """Both baselines of a case in one row, with what the kernel did."""
-    numbers = ("vector", "repeats", "sort groups", "merged pairs", "MTE2 bytes", "scalar", "ours", "full sort", "top-k")
-    out = Table(Column("case", no_wrap=True), *(Column(name, justify="right") for name in numbers), box=box.SIMPLE)
-    out.title = "bench twin: masked_topk of one row on one core, us by a MODEL, not measured"
-    out.caption = "counted by the CPU twin of the 910B; time from public instruction figures; no NPU has run this"
-    both = list(found)
-    for full, plain in zip(both[::2], both[1::2], strict=True):
-        shown = (
-            "vector_instructions",
-            "vector_repeats",
-            "sort32_groups",
-            "merged_pairs",
-            "mte2_bytes",
-            "scalar_accesses",
-        )
-        counts = (f"{full.kernel[name]:.0f}" for name in shown)
-        times = (f"{us:.1f}" for us in (full.ours, full.baseline_value, plain.baseline_value))
-        out.add_row(full.case, *counts, *times)
-    return out
+                scores = np.where(mask, logits, -np.inf)
+                order = np.argsort(-scores, axis=1, kind="stable")[:, : value.shape[1]]
+                want = np.take_along_axis(scores, order, axis=1)
+                assert np.array_equal(value[:, : want.shape[1]], want), "masked_topk is wrong"
+                found = np.where(want > -np.inf, order, -1)
+                assert np.array_equal(index[:, : want.shape[1]], found), "masked_topk is wrong"
+                ours_us = modelled_us({name: count / ROWS for name, count in report.total.items()})
+                case = f"n={n} k={k} kept={kept:.0%}"
+                for name, counts in (
+                    ("full sort", full_sort(n, k)),
+                    ("top-k, no filter", plain_topk(n, k, report.tile)),
+                ):
+                    us = modelled_us(counts)
+                    yield compared("twin", case, ours_us, "us (model)", name, us, us / ours_us)
+    yield from hstu_model.lines(seed)

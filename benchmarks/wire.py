@@ -1,9 +1,8 @@
-"""`benchmarks wire`: read a rank's body with raw columns, against one with lists of JSON numbers, or of texts.
+"""`python -m benchmarks wire`: read a rank's body with raw columns, against one with lists of numbers, or of texts.
 
 The body with texts is also read as `npu_gr.client` sends it: raw ids, names of actions. The one with numbers is also
-read as an infer of the Open Inference Protocol, over HTTP and gRPC, and as a message of our own. Measures the CPU time
-from the received bytes to the request that the service gets: parse, validate, make the arrays. The floor is one copy of
-the body.
+read as an infer of the Open Inference Protocol, over HTTP and gRPC. Measures the time from the received bytes to the
+request that the service gets: parse, validate, make the arrays. The floor is one copy of the body.
 """
 
 from __future__ import annotations
@@ -18,23 +17,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.line import Line, percentiles, timed_in_turn
-from npu_gr.client.columns import Behaviours, item_column
+from benchmarks.frame import SEED, Line, percentiles, timed, timed_for, timed_in_turn
+from npu_gr.client.wire import Behaviours, item_column
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.kinds import RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import RankRequest
-from npu_gr.server.codec.media import JSON, MSGPACK, convert, decode
+from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.oip.http import read as read_infer
-from npu_gr.server.oip.models import MODELS, InferRequest
-from npu_gr.server.oip.tensors import pack
-from npu_gr.server.rpc.inference import inputs_of
-from npu_gr.server.rpc.messages import INFERENCE, OURS, message
-from npu_gr.server.rpc.shapes import shapes_of, table_of
+from npu_gr.server.oip.models import MODELS, InferRequest, pack
+from npu_gr.server.oip.routes import read as read_infer
+from npu_gr.server.rpc.inference import INFERENCE, inputs_of, message
 
+OPTIONS = (SEED, timed_for(1.0))
 LENGTHS = (1024, 16_384)  # events of a history
 CANDIDATES = 500
 RAW_16K_MS = 0.2  # target: 16 k tokens as raw msgpack take at most this
@@ -87,7 +84,6 @@ def bodies(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
         "msgpack raw": (msgspec.msgpack.encode(body(lambda a: a.tobytes())), MSGPACK),
         "infer raw": (head + data, str(len(head))),
         "infer gRPC": (inference_message("u", candidates, columns), INFERENCE),
-        "our gRPC": (our_message("u", candidates, columns), OURS),
     }
 
 
@@ -115,16 +111,6 @@ def inference_message(user: str, candidates: I64, columns: Mapping[str, npt.NDAr
     return made
 
 
-def our_message(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Make a rank of our own gRPC service."""
-    made: bytes = message("npu_gr.v1.RankRequest")(
-        user_id=user,
-        candidates={"raw": candidates.tobytes()},
-        history={name: {"raw": column.tobytes()} for name, column in columns.items()},
-    ).SerializeToString()
-    return made
-
-
 def _tensors(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]) -> list[tuple[str, str, int, bytes]]:
     named = {"candidates": candidates} | {f"history.{name}": column for name, column in columns.items()}
     listed = [(name, f"INT{8 * one.itemsize}", len(one), one.tobytes()) for name, one in named.items()]
@@ -133,9 +119,6 @@ def _tensors(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]
 
 def read(body: bytes, media: str, config: ServerConfig) -> RankRequest:
     """Read a form: its media type, how many bytes of an infer are JSON, or the service whose message it is."""
-    if media == OURS:
-        asked = message("npu_gr.v1.RankRequest").FromString(body)
-        return parse(convert(table_of(asked, _SHAPES, "", config), RankBody), config, _NAMES)
     if media == INFERENCE:
         made = message("inference.ModelInferRequest").FromString(body)
         infer = InferRequest("", inputs_of(made), {}, ())
@@ -143,9 +126,6 @@ def read(body: bytes, media: str, config: ServerConfig) -> RankRequest:
     if media.isdigit():
         return parse(MODELS[RANK.name].body(read_infer(body, media).infer, None, config), config, _NAMES)
     return parse(decode(body, media, RankBody), config, _NAMES)
-
-
-_SHAPES = shapes_of(RankBody)
 
 
 def texts(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
@@ -167,12 +147,8 @@ def texts(num_tokens: int, seed: int) -> dict[str, tuple[bytes, str]]:
     }
 
 
-def lines(seed: int, budget_s: float) -> Iterator[Line]:
+def lines(seed: int, seconds: float) -> Iterator[Line]:
     """Measure every form at every length, one line each.
-
-    Args:
-        seed: of the ids and times in the bodies.
-        budget_s: seconds that each line may take.
 
     Raises:
         AssertionError: a form is read as another request than the lists are; nothing was timed then.
@@ -181,7 +157,6 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
     for num_tokens, make in product(LENGTHS, (bodies, texts)):
         forms = make(num_tokens, seed)
         (lists, media) = forms.pop("JSON lists")
-
         want = read(lists, media, config)
         for name, (body, kind) in forms.items():
             got = read(body, kind, config)
@@ -194,23 +169,9 @@ def lines(seed: int, budget_s: float) -> Iterator[Line]:
                 partial(read, body, kind, config),
                 partial(bytearray, body),
             ]
-            slow, ours, copy = timed_in_turn(functions, budget_s)
-            baseline_ms = percentiles(slow)[0] * 1e3
-            ours_ms, p10, p90 = (s * 1e3 for s in percentiles(ours))
-            floor_ms = percentiles(copy)[0] * 1e3
-            target = baseline_ms / RAW_16K_MS if name == "msgpack raw" and num_tokens == max(LENGTHS) else None
-            yield Line(
-                bench="wire",
-                case=f"L={num_tokens} M={CANDIDATES} {name}",
-                ours=ours_ms,
-                unit="ms",
-                baseline="JSON lists",
-                baseline_value=baseline_ms,
-                ratio=baseline_ms / ours_ms,
-                target=target,
-                ok=None if target is None else ours_ms <= RAW_16K_MS,
-                floor=baseline_ms / floor_ms,
-                of_floor=floor_ms / ours_ms,
-                p10=p10,
-                p90=p90,
-            )
+            slow, ours, copy = timed_in_turn(functions, seconds)
+            base_s = percentiles(slow)[0]
+            is_judged = name == "msgpack raw" and num_tokens == max(LENGTHS)
+            target = base_s * 1e3 / RAW_16K_MS if is_judged else None
+            case = f"L={num_tokens} M={CANDIDATES} {name}"
+            yield timed("wire", case, ours, "JSON lists", slow, target, floor=base_s / percentiles(copy)[0])

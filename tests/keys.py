@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from npu_gr.access.keys import ANY_TENANT, KeyEntry, KeyFile, hash_of, written
 from npu_gr.core.kinds import Scope
+from npu_gr.server.auth.keys import ANY_TENANT, KeyEntry, KeyFile, hash_of, written
 
 
 def secret(name: str) -> str:

@@ -11,9 +11,9 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.history import Events
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
+from npu_gr.model.hstu_segments import Past, Segment
 from npu_gr.model.neighbours import Neighbours
 from npu_gr.model.order import Order
-from npu_gr.model.segment import Past, Segment
 
 CPU = CPUBackend()
 NONE = torch.empty(0, dtype=torch.int64)
@@ -49,7 +49,7 @@ def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0
         for index, feature in enumerate(model.config.item_features):
             ids = torch.randint(0, feature.num_values + 1, (model.config.num_items, feature.max_values))
             getattr(model, f"feature_ids_{index}").copy_(ids)
-    model.cast(dtype).eval().freeze_items()
+    model.cast(dtype).eval().items.freeze()
     return model
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp.test_utils import TestClient, TestServer
-from aiohttp.web import BaseRunner
+from aiohttp.web import Application, BaseRunner
 from blockbuster import blockbuster_ctx
 
 from npu_gr.core.history import Events
@@ -22,8 +22,9 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
-from npu_gr.server.entrance.runner import DoorRunner
-from npu_gr.server.rpc.opening import RPC
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.rpc.server import RPC
+from npu_gr.server.run import make_runner
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, from_table
 from npu_gr.service.service import Service
@@ -54,11 +55,15 @@ def make_config(folder: Path, **sections: Any) -> Config:
     return from_table(table)
 
 
-class DoorServer(TestServer):
-    """A test server whose connections come through the door, as those of a real process do."""
+class InstanceServer(TestServer):
+    """A test server with the runner of a real process."""
+
+    def __init__(self, app: Application, config: ServerConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(app, **kwargs)
+        self._config = config or ServerConfig()
 
     async def _make_runner(self, **kwargs: Any) -> BaseRunner:
-        return DoorRunner(self.app, shutdown_timeout=5.0)
+        return make_runner(self.app, self._config)
 
 
 @asynccontextmanager
@@ -68,7 +73,7 @@ async def serving(
     if not (folder / "checkpoint").exists():
         write_checkpoint(folder / "checkpoint")
     async with instance(make_config(folder, **sections), read) as (app, service):
-        server = DoorServer(app)
+        server = InstanceServer(app, service.parts.settings.config.server)
         async with TestClient(server) as client:
             rpc = app.get(RPC)
             if rpc is not None:

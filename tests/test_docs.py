@@ -173,7 +173,7 @@ def test_commands_that_pages_name_exist() -> None:
     unknown = [
         f"{at(text, found.start())}: npu-gr{found[1]}"
         for text in words()
-        if text.path.suffix == ".md"
+        if text.path.suffix == ".md" and text.path.name not in ("CHANGELOG.md", "upgrading.md")  # of what went, too
         for found in COMMAND.finditer(text.text)
         if _unknown_options(found[1].split())
     ]

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from npu_gr.core.setting_types import settings_of
+from npu_gr.core.settings import GONE
 from npu_gr.metrics.registry import Metrics
 from npu_gr.router.config import RouterConfig
 from npu_gr.service.config import Config, SLOConfig
@@ -83,7 +84,7 @@ def test_metrics_that_a_page_names_exist(page: Path) -> None:
     }
     named = {name for code in CODE.findall(page.read_text()) for name in METRIC.findall(code)}
     missing = sorted(name for name in named if not {name, SUFFIX.sub("", name)} & known and not name.endswith("_"))
-    assert not missing
+    assert page.stem == "upgrading" or not missing  # that page names what went
 
 
 @pytest.mark.parametrize("page", [DOCS / f"{name}.md" for name in OPERATORS], ids=lambda page: page.stem)
@@ -93,4 +94,5 @@ def test_settings_that_a_page_names_exist(page: Path) -> None:
     named = set(re.findall(r"`([a-z_]+\.[a-z_.]+)(?:[:=] ?[^`]*)?`", page.read_text()))
     named = {name for name in named if name.partition(".")[0] in sections}
     files = {name for name in named if name.endswith((".py", ".yaml", ".md", ".json", ".db"))}
-    assert not sorted(name for name in named - files if name not in known)
+    unknown = sorted(name for name in named - files if name not in known and name not in GONE)
+    assert not unknown

@@ -26,9 +26,10 @@ import numpy.typing as npt
 
 from npu_gr.catalogue.trie import I32, Mask
 from npu_gr.core.arrays import F32, I64
-from npu_gr.core.errors import DataError
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.names import item_id
 from npu_gr.core.words import quoted
-from npu_gr.features.lines import read_lines
+from npu_gr.features.interactions import read_lines
 
 Column = npt.NDArray[Any]  # bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
 FeatureValue = str | int | float
@@ -271,3 +272,30 @@ def _widened(name: str, found: Column, place: Place) -> Column:
 def _refuse(bad: Mask, message: Place) -> None:
     if bad.any():
         raise DataError(message(int(np.argmax(bad))))
+
+
+def read_popular(path: str | None) -> I64:
+    """Read the list of popular items: names as the company writes them, one a line, best first, each once.
+
+    No path gives no items.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is no name of an item, or there is none.
+    """
+    if path is None:
+        return np.empty(0, np.int64)
+    try:
+        lines = Path(path).read_text("utf-8-sig").splitlines()
+        items = [_named(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"recommend.popular: {path}: {error}") from error
+    if not items:
+        raise ConfigError(f"recommend.popular: {path} holds no item")
+    return np.array(list(dict.fromkeys(items)), np.int64)
+
+
+def _named(line: str, number: int) -> int:
+    try:
+        return item_id(line.strip())
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None

@@ -20,10 +20,9 @@ import numpy as np
 import orjson
 import xxhash
 
-from npu_gr.catalogue.build import build_trie
+from npu_gr.catalogue.build import build_trie, insert, restrict
 from npu_gr.catalogue.filters import Filter, allow_all, allow_mask, deny_items
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
-from npu_gr.catalogue.merge import insert, restrict
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.catalogue.records import Column, Features, Items
 from npu_gr.catalogue.trie import Codebooks, Mask, Trie
 from npu_gr.core.arrays import F32, I64

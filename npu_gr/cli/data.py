@@ -1,23 +1,28 @@
-"""npu-gr load: interaction logs into the history store."""
+"""npu-gr load, consume, store and erase-check: the history store, filled, checked and searched."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from npu_gr.cli.options import API_KEY, FILE, SET, VALUE_COLUMN, load_config
+from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, VALUE_COLUMN, load_config, run_async
 
 if TYPE_CHECKING:
+    from npu_gr.features.checksum import Found
     from npu_gr.features.load import Loaded
+    from npu_gr.tools.erase_check import Searched
 
 PATIENCE_S = 60.0  # for a service that has no room, or restarts
+CALL_PATIENCE_S = 5.0  # of one call of a consumer, which tries a round again for ever
+SHOWN = 20  # lines about damage
 
 
-@click.command()
+@click.command(short_help="Load a log into the history store.")
 @click.option("--config", "config_path", type=FILE, help="YAML configuration: whose store is filled.")
 @click.option("--url", help="Load through the service at this address instead.")
 @SET
@@ -79,3 +84,176 @@ def load(
     if done.num_filled:
         told += f", of which {done.num_filled} gained features"
     click.echo(f"{done.num_users} users: {done.num_added} events added, {told}")
+
+
+@click.command(short_help="Write events from Kafka into the history store, each once.")
+@click.option("--brokers", required=True, help="Kafka's: host:port, separated by commas.")
+@click.option("--topic", "topics", required=True, multiple=True, help="Repeat it for several.")
+@click.option("--group", default="npu_gr", show_default=True, help="The consumer group: its members share the topics.")
+@click.option("--config", "config_path", type=FILE, help="YAML configuration: whose store is filled.")
+@click.option("--url", help="Write through the service at this address instead.")
+@SET
+@API_KEY
+@click.option("--tenant", default="", help="Of all users.")
+@click.option(
+    "--user", help="Field with the user, e.g. user_id or payload.user; by default guessed, as the next three."
+)
+@click.option("--item", help="Field with the item.")
+@click.option("--event", help="Field with what was done; needed unless the model has one action.")
+@click.option("--time", "time_field", help="Field with the time; without one the broker's time counts.")
+@click.option(
+    "--feature", "features", multiple=True, help="Feature of events, NAME or NAME=FIELD; repeat it for several."
+)
+@click.option(
+    "--dead-letters", default="dead-letters.jsonl", show_default=True, type=FILE, help="For what is no event."
+)
+@click.option("--metrics-port", type=click.IntRange(0, 65535), help="Answer Prometheus here.")
+@click.option("--metrics-host", default="127.0.0.1", show_default=True)
+@click.option(
+    "--security",
+    default="PLAINTEXT",
+    type=click.Choice(["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]),
+    show_default=True,
+    help="SSL trusts as --ca, --cert and --cert-key say.",
+)
+@click.option(
+    "--sasl-mechanism",
+    default="PLAIN",
+    type=click.Choice(["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]),
+    show_default=True,
+)
+@click.option("--sasl-username", help="Its password comes from NPU_GR_KAFKA_PASSWORD.")
+def consume(
+    config_path: Path | None,
+    url: str | None,
+    overrides: tuple[str, ...],
+    api_key: str | None,
+    tenant: str,
+    user: str | None,
+    item: str | None,
+    event: str | None,
+    time_field: str | None,
+    features: tuple[str, ...],
+    **kafka: Any,
+) -> None:
+    """Write events from topics of Kafka into the history store, each once, until SIGTERM.
+
+    A message is a JSON object of one event. Offsets are committed once the store has acknowledged; a message that is
+    read again counts once. What is no event goes to the dead letters. While the store has no room it waits.
+    """
+    from npu_gr.tools.consume import ConsumeConfig, consume
+    from npu_gr.tools.consume_message import Fields
+    from npu_gr.tools.ingest import open_target
+
+    config = None if config_path is None else load_config(config_path, overrides)
+    of_events = {name: field or name for name, _, field in (told.partition("=") for told in features)}
+    fields = Fields(user=user, item=item, event=event, time=time_field, features=of_events)
+    where = ConsumeConfig(fields=fields, tenant=tenant, **kafka)
+    done = run_async(lambda: consume(where, lambda: open_target(config, url, api_key, CALL_PATIENCE_S)))
+    click.echo(", ".join(f"{count} {result}" for result, count in done.items()))
+
+
+@click.command(short_help="Find damage in a history store, and save what is whole.")
+@click.argument("where")
+@click.option("--repair", "out", type=FILE, metavar="NEW", help="Save every whole entry into this file, a new one.")
+@click.option("--verbose", is_flag=True, help="Name the users, and every place.")
+def store(where: str, out: Path | None, verbose: bool) -> None:
+    """Read every entry of WHERE, a file or redis://..., and compare it with its checksum.
+
+    An embedded store must not be in use. With --repair its whole entries are saved into a new file, and WHERE is only
+    read: a user who lost events keeps the others, and idempotency keys are not saved. Exit code: 0 = no damage, 1 =
+    damage, 2 = cannot be read at all. Users are named by a hash, or with --verbose.
+    """
+    from npu_gr.core.calling import calling_files
+    from npu_gr.features.embedded_check import check, repair
+    from npu_gr.features.redis import check_redis
+    from npu_gr.features.store import RedisTlsConfig
+
+    is_url = where.startswith(("redis://", "rediss://", "unix://"))
+    if out is not None:
+        if is_url:
+            raise click.UsageError("--repair: of a file; Redis has its own replicas and backups")
+        done = repair(Path(where), out)
+        click.echo(
+            f"saved {done.num_users} users with {done.num_events} events into {out}; lost {done.num_lost} events"
+        )
+        _show(done.bad_users, done.damage, verbose)
+        sys.exit(1 if done.num_lost or done.bad_users or done.damage else 0)
+    files = calling_files()
+    tls = RedisTlsConfig(ca=files.ca, certificate=files.certificate, key=files.key)
+    found: Found = run_async(lambda: check_redis(where, tls)) if is_url else check(Path(where))
+    click.echo(
+        f"{found.num_entries} entries: {found.num_users} users are whole, with {found.num_events} events; "
+        f"{found.num_unchecked} entries are older than the checksums"
+    )
+    _show(found.bad_users, found.damage, verbose)
+    sys.exit(1 if found.num_damaged else 0)
+
+
+def _show(bad_users: set[bytes], damage: list[str], verbose: bool) -> None:
+    from npu_gr.features.checksum import hashed
+
+    if bad_users:
+        click.echo(f"{len(bad_users)} users have damaged entries:")
+    names = [str(tuple(_user(key))) if verbose else hashed(key) for key in sorted(bad_users)]
+    for lines in (names, damage):
+        shown = lines if verbose else lines[:SHOWN]
+        for line in shown:
+            click.echo(f"  {line}")
+        if len(shown) < len(lines):
+            click.echo(f"  and {len(lines) - len(shown)} more")
+
+
+def _user(key: bytes) -> list[str]:
+    length = int.from_bytes(key[:4], "big")
+    return [part.decode("utf-8", "backslashreplace") for part in (key[4 : 4 + length], key[4 + length :])]
+
+
+@click.command("erase-check", short_help="Search everywhere for a user who was erased.")
+@click.argument("user")
+@click.option("--tenant", default="", help="Of the user.")
+@CONFIG
+@SET
+@click.option("--logs", multiple=True, type=FILE, help="A file with log lines; repeat it.")
+@click.option("--url", "urls", multiple=True, help="Admin address of an instance; repeat it.")
+@click.option("--router", "routers", multiple=True, help="Admin address of a router; repeat it.")
+@AS_JSON
+@API_KEY
+def erase_check(
+    user: str,
+    tenant: str,
+    config_path: Path,
+    overrides: tuple[str, ...],
+    logs: tuple[Path, ...],
+    urls: tuple[str, ...],
+    routers: tuple[str, ...],
+    as_json: bool,
+    api_key: str | None,
+) -> None:
+    """Search the files of an instance, logs, and the memory of processes for USER, who was erased.
+
+    Run it where the files are. It says where something is left, never what. Exit code: 0 = nothing was found, 1 =
+    something was, 2 = nothing was found, but a place could not be searched.
+    """
+    import msgspec
+
+    from npu_gr.core.history import UserKey
+    from npu_gr.tools.erase_check import exit_code, search_files, search_memory, search_redis
+
+    config = load_config(config_path, overrides)
+    key = UserKey(tenant, user)
+
+    async def search() -> list[Searched]:
+        found = await asyncio.to_thread(search_files, config, key, logs)
+        if config.features.kind == "redis":
+            found += await search_redis(config.features, key)
+        return found + await search_memory(key, urls, routers, api_key)
+
+    found = asyncio.run(search())
+    code = exit_code(found)
+    if as_json:
+        click.echo(msgspec.json.encode({"exit_code": code, "places": found}))
+    else:
+        for one in found:
+            click.echo(f"{one.verdict:<12}  {one.place:<10}  {one.what}" + (f"  ({one.note})" if one.note else ""))
+    sys.exit(code)

@@ -10,7 +10,7 @@ import click
 from npu_gr.cli.options import API_KEY, CONFIG, FILE, SET, load_config, run_async
 
 
-@click.group()
+@click.group(short_help="Place requests by user in a balancer of yours.")
 def fleet() -> None:
     """Place requests by user, as the router does, in infrastructure that you have already; and look after pods."""
 
@@ -28,12 +28,12 @@ def _add_balancer(name: str, about: str) -> None:
         click.echo(BALANCERS[name](config, asyncio.run(find(config.discovery))), nl=False)
 
 
-_add_balancer("envoy", "Print Envoy's configuration (JSON): MAGLEV on the user header.")
-_add_balancer("haproxy", "Print HAProxy's configuration: strict consistent hashing on the user header.")
-_add_balancer("nginx", "Print nginx.conf: strict consistent hashing on the user header, passive checks only.")
+_add_balancer("envoy", "Print Envoy's configuration: MAGLEV.")
+_add_balancer("haproxy", "Print HAProxy's: strict consistent hashing.")
+_add_balancer("nginx", "Print nginx.conf: strict consistent hashing.")
 
 
-@fleet.command("ray")
+@fleet.command("ray", short_help="Run instances on a Ray cluster until stopped.")
 @CONFIG
 @SET
 @click.option("--instances", required=True, type=click.IntRange(1), help="At least so many, one a device.")
@@ -89,7 +89,7 @@ def deletion_cost(
     Deployment takes the emptiest pods first. A StatefulSet does not read it. Runs until stopped, as a pod with a
     service account that may list and patch pods.
     """
-    from npu_gr.access.calling import calling_context
+    from npu_gr.core.calling import calling_context
     from npu_gr.core.signals import stop_signals
     from npu_gr.core.tasks import running
     from npu_gr.fleet.deletion_cost import ACCOUNT, ApiFailed, Watched, api_address, own_namespace, watching

@@ -22,7 +22,7 @@ def keys() -> None:
     """Make, list and revoke API keys. Who reads the file has new keys, and forgets revoked ones, within a second."""
 
 
-@keys.command("new")
+@keys.command("new", short_help="Make a key, add it to the file, and print it.")
 @click.argument("name")
 @KEY_FILE
 @click.option("--tenant", required=True, help="Whose data it is for; '*' = the tenant that each request names.")
@@ -40,9 +40,9 @@ def new_key(
     from_stdin: bool,
 ) -> None:
     """Make a key called NAME, add it to the file, and print it. It is shown this once: the file has its hash alone."""
-    from npu_gr.access.edit import add_key
-    from npu_gr.access.keys import KeyEntry, hash_of
     from npu_gr.core.settings import from_table
+    from npu_gr.server.auth.edit import add_key
+    from npu_gr.server.auth.keys import KeyEntry, hash_of
 
     key = _from_stdin() if from_stdin else PREFIX + secrets.token_urlsafe(32)
     table = {
@@ -59,11 +59,11 @@ def new_key(
         click.echo(key)
 
 
-@keys.command("list")
+@keys.command("list", short_help="List the keys of a file.")
 @KEY_FILE
 def list_keys(path: Path) -> None:
     """List the keys of a file: name, beginning of the hash, tenant, scopes, rate, end."""
-    from npu_gr.access.keys import in_utc, read_keys
+    from npu_gr.server.auth.keys import in_utc, read_keys
 
     now_at = datetime.now(UTC)
     rows = [("NAME", "SHA-256", "TENANT", "SCOPES", "PER SECOND", "EXPIRES")]
@@ -82,7 +82,7 @@ def list_keys(path: Path) -> None:
 @KEY_FILE
 def revoke(name: str, path: Path) -> None:
     """Take the key NAME out of the file."""
-    from npu_gr.access.edit import revoke_key
+    from npu_gr.server.auth.edit import revoke_key
 
     num_left = revoke_key(path, name)
     click.echo(f"revoked {name!r}; {path} has {num_left} more", err=True)
@@ -96,8 +96,8 @@ def _from_stdin() -> str:
     Raises:
         ConfigError: it is too short, too long, or no header could carry it.
     """
-    from npu_gr.access.keys import MIN_CHARACTERS
     from npu_gr.core.errors import ConfigError
+    from npu_gr.server.auth.keys import MIN_CHARACTERS
 
     key = sys.stdin.buffer.read(MAX_CHARACTERS + 3).rstrip(b"\r\n").decode(errors="replace")
     if not MIN_CHARACTERS <= len(key) <= MAX_CHARACTERS:

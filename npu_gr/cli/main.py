@@ -9,31 +9,48 @@ from typing import Any
 import click
 
 from npu_gr import __version__
-from npu_gr.cli.config import config
-from npu_gr.cli.consume import consume
-from npu_gr.cli.data import load
-from npu_gr.cli.erase_check import erase_check
+from npu_gr.cli.data import consume, erase_check, load, store
 from npu_gr.cli.fleet import fleet
-from npu_gr.cli.import_ import import_
-from npu_gr.cli.init import build_ops, init
 from npu_gr.cli.keys import keys
-from npu_gr.cli.one_line import describe
 from npu_gr.cli.options import CALLING_TLS
 from npu_gr.cli.prepare import prepare
-from npu_gr.cli.proto import proto
 from npu_gr.cli.replay import record, replay
-from npu_gr.cli.serve import check_config, route, serve
+from npu_gr.cli.serve import check_config, config, route, serve
 from npu_gr.cli.simulate import simulate
-from npu_gr.cli.store import store
-from npu_gr.cli.tools import bundle, calibrate, dashboards, demo, doctor, judge, monitor
-from npu_gr.cli.train import train
+from npu_gr.cli.tools import build_ops, calibrate, dashboards, demo, doctor, judge
+from npu_gr.cli.train import import_, train
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.logs import close_logs, set_up_logs
 from npu_gr.core.process import set_up_process
 
+# Commands that went -> what takes their place; docs/upgrading.md has the same rows.
+GONE = {
+    "bench": "python -m benchmarks NAME, from a checkout",
+    "bundle": "curl -o bundle.tar.gz ADMIN/debug/bundle",
+    "config schema": "npu-gr config [KIND] --schema",
+    "config reference": "npu-gr config --reference",
+    "import hstu": "npu-gr import FOLDER",
+    "init": "npu-gr config > serve.yaml; each trainer writes one that serves its model",
+    "monitor": "npu-gr demo --monitor",
+    "proto": "the Open Inference Protocol's own .proto file",
+    "record purge": "npu-gr record --purge FOLDER",
+    "record run": "npu-gr record",
+    "store check": "npu-gr store WHERE",
+    "store repair": "npu-gr store PATH --repair NEW",
+}
+
 
 class _Group(click.Group):
     """Turns an error of ours, and a part that is not installed, into one line and exit code 2."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find a command; one that went is an error that names what takes its place."""
+        for name in (" ".join(args[:2]), args[0]):
+            if name in GONE:
+                raise click.UsageError(f"npu-gr {name} went: {GONE[name]}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -62,10 +79,9 @@ def main(log_level: str, **calling: str | None) -> None:
 
 
 for _command in (
-    *(prepare, init, serve, route, check_config, config, keys, fleet),
-    *(train, load, import_, consume, store, replay, record, erase_check),
+    *(prepare, serve, route, check_config, config, keys, fleet),
+    *(train, import_, load, consume, store, replay, record, erase_check),
     *(simulate, calibrate, doctor, build_ops),
-    *(dashboards, bundle, proto, judge, demo, monitor),
+    *(dashboards, judge, demo),
 ):
     main.add_command(_command)
-describe(main)

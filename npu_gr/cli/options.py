@@ -36,7 +36,7 @@ VALUE_COLUMN = click.option(
 
 
 def CALLING_TLS(command: Callable[..., None]) -> Callable[..., None]:  # noqa: N802  (an option, as the others are)
-    """Add the options of commands that call an instance at https; `npu_gr.access.calling` reads them."""
+    """Add the options of commands that call an instance at https; `npu_gr.core.calling` reads them."""
     for name, variable, text in reversed(_CALLING_TLS):
         command = click.option(name, variable.lower(), type=click.Path(), help=f"{text} Also from {variable}.")(command)
     return command

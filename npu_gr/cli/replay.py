@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from npu_gr.train.data import Split
 
 
-@click.group(cls=RunByDefault)
+@click.group(cls=RunByDefault, short_help="Replay a query log, compare runs, convert logs.")
 def replay() -> None:
     """Replay a query LOG (`run`, which may be left out), compare two runs, or make logs from other data."""
 
 
-@replay.command("run")
+@replay.command("run", short_help="Replay a query log open loop.")
 @click.argument("log", type=FILE)
 @click.option("--url", "base_url", default="http://127.0.0.1:8080", show_default=True)
 @click.option("--admin-url", help="Admin address of the instance, for the report's memory tiers.")
@@ -202,7 +202,7 @@ def _progress() -> Iterator[Any]:
         yield ShowProgress()
 
 
-@replay.command("compare")
+@replay.command("compare", short_help="Compare two runs of one log, score by score.")
 @click.argument("a", type=FILE)
 @click.argument("b", type=FILE)
 @click.option("--slo-ms", default=50.0, show_default=True)
@@ -236,7 +236,7 @@ def compare_command(
         sys.exit(1)
 
 
-@replay.group("convert")
+@replay.group("convert", short_help="Make query logs of other data.")
 def convert() -> None:
     """Make query logs from ratings, from Mooncake traces, or from logs in another format."""
 
@@ -261,7 +261,7 @@ def convert_log(log: Path, out: Path, bad_lines: str) -> None:
         click.echo(message, err=True)
 
 
-@convert.command("ratings")
+@convert.command("ratings", short_help="Ranks of each user's newest events.")
 @click.argument("ratings", type=FILE)
 @OUT
 @CHECKPOINT
@@ -302,7 +302,7 @@ def convert_ratings(
     click.echo(f"{write(out, records)} records in {out}")
 
 
-@convert.command("mooncake")
+@convert.command("mooncake", short_help="Arrivals of a trace over histories of ratings.")
 @click.argument("trace", type=FILE)
 @click.option("--ratings", required=True, type=FILE, help="The histories: .inter or .jsonl.")
 @OUT
@@ -393,26 +393,29 @@ def _vocabulary(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:
     return ModelVocabulary(item_ids=found.item_ids, action_values=found.action_values)
 
 
-@click.group(cls=RunByDefault)
-def record() -> None:
-    """Record a running service's requests (`run`, which may be left out), or remove erased users from recordings."""
-
-
-@record.command("run")
+@click.command(short_help="Record a service's requests, or purge recordings.")
 @click.option("--url", default="http://127.0.0.1:8081", show_default=True, help="Admin address of an instance.")
 @click.option("--seconds", default=600.0, show_default=True, type=click.FloatRange(min=0, min_open=True))
 @click.option(
     "--sample", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="Of the users."
 )
 @click.option("--status", is_flag=True, help="Only show the recorder's status.")
+@click.option("--purge", "folder", type=FILE, help="Instead remove erased users' records from this folder, now.")
 @API_KEY
-def record_command(url: str, seconds: float, sample: float, status: bool, api_key: str | None) -> None:
+def record(url: str, seconds: float, sample: float, status: bool, folder: Path | None, api_key: str | None) -> None:
     """Record a running service's requests into its `record.folder`. Ctrl-C ends the recording early.
 
     The service's configuration needs a section `record`, which also says whether identities are hashed.
+
+    With --purge, an instance may be writing in the folder: readers leave the records of an erased user out at once,
+    and an instance removes them by itself within some hours. Exit code: 0 = all are removed, 1 = a file could not be
+    written anew, 2 = nothing could be done, 3 = a file that is being written may hold some.
     """
     from npu_gr.replay.remote import record_for, show_status
     from npu_gr.replay.run import stop_on_interrupt
+
+    if folder is not None:
+        _purge(folder)
 
     def tell(found: dict[str, Any]) -> None:
         counts = ", ".join(f"{found[name]} {name}" for name in ("written", "dropped", "failed"))
@@ -430,15 +433,7 @@ def record_command(url: str, seconds: float, sample: float, status: bool, api_ke
         click.echo(file)
 
 
-@record.command("purge")
-@click.argument("folder", type=FILE)
-def purge_command(folder: Path) -> None:
-    """Remove the records of erased users from the recordings in FOLDER now. An instance may be writing there.
-
-    Readers leave these records out as soon as the user is erased, and an instance removes them by itself within some
-    hours. Exit code: 0 = all are removed, 1 = a file could not be written anew, 2 = nothing could be done, 3 = a file
-    that is being written may hold some.
-    """
+def _purge(folder: Path) -> NoReturn:
     from npu_gr.replay.purge import HELD, purge
 
     try:

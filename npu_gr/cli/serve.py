@@ -1,4 +1,4 @@
-"""npu-gr serve, route and check-config: the two kinds of processes, and the configuration of one."""
+"""npu-gr serve, route, check-config and config: the two kinds of processes, and the configuration of one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ from npu_gr.cli.options import CONFIG, SET, load_config, run_async
 @SET
 def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     """Start one instance. SIGTERM drains and stops it, SIGHUP reads the configuration again, SIGUSR1 logs stacks."""
-    from npu_gr.front.plan import read_server
-
-    if read_server(config_path, overrides).workers:
-        from npu_gr.cli.front import supervise
-
-        sys.exit(supervise(config_path, overrides))
     from npu_gr.server.access_log import lines_to_stdout
     from npu_gr.service.app import run
 
@@ -45,7 +39,7 @@ def route(config_path: Path, overrides: tuple[str, ...], take_over: bool) -> Non
     _serve(lambda: run(config, takes_over=take_over))
 
 
-@click.command("check-config")
+@click.command("check-config", short_help="Check a configuration and all that it names.")
 @CONFIG
 @SET
 @click.option("--syntax-only", is_flag=True, help="Open nothing that it names: for machines without the files.")
@@ -55,8 +49,7 @@ def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: boo
     Prints it whole, defaults included, and where each other value came from; then, on standard error, what was found.
     Exit code 0, or 1: a start would refuse something that it names, or 2: the configuration itself is wrong.
     """
-    from npu_gr.tools.check_config import examine, is_well, read, shown
-    from npu_gr.tools.findings import table
+    from npu_gr.tools.check_config import examine, is_well, read, shown, table
 
     config = read(config_path, overrides)
     click.echo(shown(config, config_path, overrides), nl=False)
@@ -67,6 +60,23 @@ def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: boo
     if not is_well(found):
         click.echo(f"relative paths begin at {Path.cwd()}", err=True)
         sys.exit(1)
+
+
+@click.command(short_help="Print a configuration to begin with, or its schema.")
+@click.argument("kind", default="instance", type=click.Choice(["instance", "router", "simulation"]))
+@click.option("--schema", "what", flag_value="schema", help="Print its JSON Schema instead, for editors and for CI.")
+@click.option("--reference", "what", flag_value="reference", help="Print docs/configuration.md instead.")
+def config(kind: str, what: str | None) -> None:
+    """Print a configuration of KIND with every key and its meaning: npu-gr config > serve.yaml.
+
+    Its first line names the schema, by which editors complete and check it.
+    """
+    from npu_gr.tools import config_docs
+
+    if what == "reference":
+        click.echo(config_docs.reference(), nl=False)
+    else:
+        click.echo(config_docs.schema_text(kind) if what == "schema" else config_docs.example(kind), nl=False)
 
 
 def _serve(work: Callable[[], Any]) -> None:

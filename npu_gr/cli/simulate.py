@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     S = TypeVar("S", bound=msgspec.Struct)
 
 
-@click.group(cls=RunByDefault)
+@click.group(cls=RunByDefault, short_help="Predict a fleet on a virtual clock.")
 def simulate() -> None:
     """Predict a fleet on a virtual clock (`run`, the default command), or measure what a prediction needs."""
 
 
-@simulate.command("run")
+@simulate.command("run", short_help="Simulate instances behind the router.")
 @click.option("--config", "config_path", required=True, type=FILE, help="Settings, as in configs/simulate.yaml.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, e.g. qps=2000.")
 @click.option("--log", type=FILE, help="Simulate the traffic of a query log instead of the model of users.")
@@ -39,7 +39,7 @@ def simulate() -> None:
 )
 @click.option("--calibration", type=FILE, help="File of `npu-gr calibrate`; replaces the costs of the CONFIG.")
 @click.option("--capacity", is_flag=True, help="Find the fewest instances that keep the SLO at this rate.")
-@click.option("--out", type=FILE, help="Write simulation.json and simulation.html into this folder.")
+@click.option("--out", type=FILE, help="Write simulation.json into this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def run_command(
     config_path: Path,
@@ -56,12 +56,9 @@ def run_command(
     from rich.console import Console
 
     from npu_gr.core.settings import load
-    from npu_gr.simulate.calibration import calibrated
-    from npu_gr.simulate.capacity import search
-    from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-    from npu_gr.simulate.fleet import FleetResult
+    from npu_gr.simulate.config import DeviceProfile, SimulateConfig, calibrated
+    from npu_gr.simulate.fleet import FleetResult, as_dict, render, search
     from npu_gr.simulate.fleet import simulate as play
-    from npu_gr.simulate.page import as_dict, page, render
 
     logging.getLogger("npu_gr.relay").setLevel(logging.ERROR)  # an overloaded fleet fails often; the result counts it
     config = load(config_path, SimulateConfig, overrides)
@@ -79,7 +76,6 @@ def run_command(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "simulation.json").write_text(json.dumps(as_dict(runs, found, settings), indent=2) + "\n")
-        (out / "simulation.html").write_text(page(runs, found, settings))
         click.echo(f"report in {out}", err=True)
     if as_json:
         click.echo(json.dumps(as_dict(runs, found, settings), indent=2))
@@ -112,7 +108,7 @@ def _section(given: S | str, kind: type[S]) -> S:
     return load(Path(given), kind) if isinstance(given, str) else given
 
 
-@simulate.command("fit-users")
+@simulate.command("fit-users", short_help="Fit the model of users to a query log.")
 @click.argument("log", type=FILE)
 @click.option(
     "--num-users", type=click.IntRange(1), help="Size of the whole population; default: the users of the LOG."
@@ -128,7 +124,7 @@ def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
     click.echo(out.read_text(), nl=False)
 
 
-@simulate.command("fit-device")
+@simulate.command("fit-device", short_help="Fit a device's profile to a running instance.")
 @click.argument("log", type=FILE)
 @click.option(
     "--url", default="http://127.0.0.1:8080", show_default=True, help="A running instance that does nothing else."

@@ -1,4 +1,4 @@
-"""npu-gr calibrate, doctor, dashboards, bundle, judge, demo and monitor: tools around a service."""
+"""npu-gr calibrate, doctor, build-ops, dashboards, judge and demo: tools around a service."""
 
 from __future__ import annotations
 
@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
-from npu_gr.core.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-DEMO_FOLDER = click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
-DEMO_THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT, help="For training.")
-DEMO_SET = click.option(
-    "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one training option, as train all does."
-)
 PORT = click.IntRange(1, 65535)
 
 
-@click.command()
+@click.command(short_help="Measure what the trigger must know of this machine.")
 @CONFIG
 @SET
 @click.option("--log", type=FILE, help="A query log: lengths of histories, and time until a rank.")
@@ -40,7 +34,7 @@ def calibrate(
     import torch
     import yaml
 
-    from npu_gr.relay.calibration import beside
+    from npu_gr.relay.config import beside
     from npu_gr.replay.files import read
     from npu_gr.tools.calibrate import LogTraffic, traffic
     from npu_gr.tools.calibrate import calibrate as work
@@ -54,14 +48,13 @@ def calibrate(
     click.echo(f"{text}in {path}")
 
 
-@click.command()
+@click.command(short_help="Say which of our ops work on this machine.")
 @AS_JSON
 @click.option("--backend", default=None, help="The backend that must work; by default whatever is there.")
 @click.option("--hstu-library", type=FILE, help="Huawei's paged attention, to check it too: the setting of that name.")
 @click.option("--acceptance", is_flag=True, help="Run every operator and whole requests too, a process each, and time.")
 @click.option("--quick", is_flag=True, help="For --acceptance: small shapes in place of a service's.")
 @click.option("--timeout-s", default=300.0, show_default=True, help="For --acceptance: of a step, which is then named.")
-@click.option("--msprof", is_flag=True, help="For --acceptance: profile each operator with CANN's msprof.")
 @click.option("--bundle", default="npu_gr-acceptance.tar.gz", show_default=True, type=FILE, help="What to send us.")
 @click.option("--step", hidden=True, help="Run one step of the acceptance in this process.")
 @click.option("--security", is_flag=True, help="Say instead what CONFIG leaves open, and to whom.")
@@ -74,7 +67,6 @@ def doctor(
     acceptance: bool,
     quick: bool,
     timeout_s: float,
-    msprof: bool,
     bundle: Path,
     step: str | None,
     security: bool,
@@ -84,29 +76,29 @@ def doctor(
     """Say which of our ops work on this machine, and what to do about those that do not. Exit code 0 or 1."""
     if security:
         _doctor_security(as_json, config_path, overrides)
-    from npu_gr.tools import acceptance_run, acceptance_steps
+    from npu_gr.tools import acceptance as steps
     from npu_gr.tools.doctor import examine, is_well
 
     name: Any = backend or "cpu"
     if step is not None:
-        click.echo(json.dumps(acceptance_steps.run(name, step, quick)._asdict()))
+        click.echo(json.dumps(steps.run_step(name, step, quick)._asdict()))
         return
     if acceptance:
 
         def tell(begun: str) -> None:
             click.echo(f"{begun} ...", err=True)
 
-        done = acceptance_run.run(name, bundle, timeout_s, quick, msprof, tell)
+        done = steps.run(name, bundle, timeout_s, quick, tell)
         click.echo(f"in {bundle}", err=True)
     else:
-        done = acceptance_run.Acceptance(examine(backend, hstu_library), [])  # type: ignore[arg-type]
+        done = steps.Acceptance(examine(backend, hstu_library), [])  # type: ignore[arg-type]
     click.echo(json.dumps(done.as_dict()) if as_json else done.as_text())
     sys.exit(not is_well(done.findings))
 
 
 def _doctor_security(as_json: bool, config_path: Path | None, overrides: tuple[str, ...]) -> NoReturn:
+    from npu_gr.tools.check_config import table
     from npu_gr.tools.doctor_security import examine, is_closed
-    from npu_gr.tools.findings import table
 
     if config_path is None:
         raise click.UsageError("--security needs --config")
@@ -132,41 +124,25 @@ def dashboards(config_path: Path | None, out: Path, runbooks: str) -> None:
         click.echo(path)
 
 
-@click.command()
-@click.option("--url", default="http://127.0.0.1:8081", show_default=True, help="Of an instance's or a router's admin.")
-@click.option("--out", default="npu_gr-bundle.tar.gz", show_default=True, type=FILE, help="File to write.")
-@API_KEY
-def bundle(url: str, out: Path, api_key: str | None) -> None:
-    """Fetch what a report of a fault needs: configuration, versions, metrics, stacks, newest requests and log lines."""
-    import shutil
-    import urllib.request
-    from urllib.error import URLError
+@click.command("build-ops", short_help="Build the native kernels of a CPU or an Ascend NPU.")
+@click.option("--cpu", "device", flag_value="cpu", help="With g++ or clang++, where pip install found no compiler.")
+@click.option("--ascend", "device", flag_value="ascend", help="On a machine with CANN.")
+@click.option("--soc", help="The chip, e.g. ascend910b1; also from SOC_VERSION. npu-smi info names it.")
+@click.option("--out", type=FILE, help="Folder of the library; by default where the backend looks for it.")
+def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:
+    """Build the kernels from the sources that ship with this installation. --cpu or --ascend says for what."""
+    from npu_gr.tools.build_ops import build_ascend, build_cpu
 
-    from npu_gr.access.calling import calling_context, calling_headers
-
-    headers = calling_headers(api_key)
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--url: {url}: expected http://host:port or https://host")
-    asked = urllib.request.Request(f"{url.rstrip('/')}/debug/bundle", headers=headers)  # noqa: S310  (checked above)
-    part = out.with_name(f"{out.name}.part")
-    try:
-        opened = urllib.request.urlopen(asked, timeout=60, context=calling_context())  # noqa: S310  # nosec B310
-        with opened as answer, part.open("wb") as file:
-            shutil.copyfileobj(answer, file)
-        part.replace(out)
-    except (URLError, OSError, ValueError) as error:
-        part.unlink(missing_ok=True)
-        raise Unavailable(f"no bundle from {url}: {error}") from error
-    click.echo(out)
+    if device is None:
+        raise click.UsageError("say --cpu or --ascend")
+    click.echo(build_cpu(out) if device == "cpu" else build_ascend(out, soc))
 
 
-@click.command()
+@click.command(short_help="Evaluate a running service on users' last events.")
 @click.option("--url", default="http://127.0.0.1:8080", show_default=True, help="Of a service with a cascade.")
 @click.option("--admin-url", default="http://127.0.0.1:8081", show_default=True, help="Its admin address.")
 @click.argument("log", required=False, type=FILE)
 @click.option("--users", type=click.IntRange(1), help="Ask for so many users only, drawn at random.")
-@click.option("--choose", is_flag=True, help="Instead try every set of sources in every order, and name the best.")
-@click.option("--write", "written", type=FILE, help="With --choose: put it into this configuration.")
 @API_KEY
 @AS_JSON
 def judge(
@@ -174,23 +150,19 @@ def judge(
     admin_url: str,
     log: Path | None,
     users: int | None,
-    choose: bool,
-    written: Path | None,
     api_key: str | None,
     as_json: bool,
 ) -> None:
     """Evaluate a running service: ask for the last event of each user of LOG, of the cascade and of each stage alone.
 
-    Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K. With --choose, half
-    of the users choose the sources and the order, and the others judge them.
+    Its models must not have seen those events (split leave-one-out). Without LOG: MovieLens-100K.
     """
     import numpy as np
     from rich.console import Console
 
     from npu_gr.dataset import read_log
     from npu_gr.features.interactions import movielens_100k
-    from npu_gr.tools.choose_cascade import choose_over_http, write
-    from npu_gr.tools.evaluate_service import evaluate
+    from npu_gr.tools.judge import evaluate
     from npu_gr.train.data import to_train_on
     from npu_gr.train.next_event import next_events
 
@@ -198,54 +170,45 @@ def judge(
         events = read_log(log or movielens_100k())
         known = to_train_on(events.users, events.timestamps, "leave-one-out")
         cases = next_events(events, known, users)
-        if choose:
-            choice = await choose_over_http(url, admin_url, cases, api_key=api_key)
-            click.echo(json.dumps(choice.as_dict()) if as_json else "\n".join(choice.lines()))
-            if written is not None:
-                click.echo(write(choice, written), err=as_json)
-            return
         found = await evaluate(url, admin_url, cases, np.unique(events.items).tolist(), api_key=api_key)
         click.echo(json.dumps(found.as_dict())) if as_json else Console().print(found.table())
 
-    if written is not None and not choose:
-        raise click.UsageError("--write goes with --choose")
     run_async(work)
 
 
-@click.command()
-@DEMO_FOLDER
-@DEMO_THREADS
-@DEMO_SET
+@click.command(short_help="Train, serve and replay MovieLens-100K, and report.")
+@click.option("--folder", default=".demo", show_default=True, type=FILE, help="For everything it makes.")
+@click.option("--threads", default=2, show_default=True, type=THREAD_COUNT, help="For training.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one option, as train all does.")
 @click.option("--limit", type=click.IntRange(1), help="Replay only so many records.")
 @click.option("--longest", type=click.IntRange(1), help="Replay only so many users, those with the longest histories.")
-def demo(folder: Path, threads: int, overrides: tuple[str, ...], limit: int | None, longest: int | None) -> None:
+@click.option("--monitor", "is_monitored", is_flag=True, help="Replay until Ctrl-C, beside Prometheus and dashboards.")
+@click.option("--port", default=8080, show_default=True, type=PORT, help="With --monitor.")
+@click.option("--admin-port", default=8081, show_default=True, type=PORT, help="With --monitor.")
+@click.option("--prometheus-port", default=9090, show_default=True, type=PORT, help="With --monitor.")
+def demo(
+    folder: Path,
+    threads: int,
+    overrides: tuple[str, ...],
+    limit: int | None,
+    longest: int | None,
+    is_monitored: bool,
+    port: int,
+    admin_port: int,
+    prometheus_port: int,
+) -> None:
     """Run prepare, train all and serve on MovieLens-100K, replay the users' held-out traffic, and recommend films."""
     from npu_gr.tools.demo import make, run
+    from npu_gr.tools.monitor import check_machine, monitor
 
+    if is_monitored:  # before anything is trained
+        check_machine({"--port": port, "--admin-port": admin_port, "--prometheus-port": prometheus_port})
     console = _wide_console()
-    made = make(folder, console, overrides, threads)
-    run_async(lambda: run(made, console, limit, longest))
-
-
-@click.command()
-@DEMO_FOLDER
-@click.option("--port", default=8080, show_default=True, type=PORT)
-@click.option("--admin-port", default=8081, show_default=True, type=PORT)
-@click.option("--prometheus-port", default=9090, show_default=True, type=PORT)
-@DEMO_THREADS
-@DEMO_SET
-def monitor(
-    folder: Path, port: int, admin_port: int, prometheus_port: int, threads: int, overrides: tuple[str, ...]
-) -> None:
-    """Serve the demo's models under replay until Ctrl-C, beside a Prometheus and with dashboards to open."""
-    from npu_gr.tools.demo import make
-    from npu_gr.tools.monitor import check_machine, run
-
-    # before anything is trained
-    check_machine({"--port": port, "--admin-port": admin_port, "--prometheus-port": prometheus_port})
-    console = _wide_console()
-    made = make(folder.resolve(), console, overrides, threads)
-    run_async(lambda: run(made, console, port, admin_port, prometheus_port))
+    made = make(folder.resolve() if is_monitored else folder, console, overrides, threads)
+    if is_monitored:
+        run_async(lambda: monitor(made, console, port, admin_port, prometheus_port))
+    else:
+        run_async(lambda: run(made, console, limit, longest))
 
 
 def _wide_console() -> Console:

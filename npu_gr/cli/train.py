@@ -1,15 +1,17 @@
-"""npu-gr train: one command for each model that an instance can serve."""
+"""npu-gr train and import: one command for each model that an instance can serve, and models of other projects."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from npu_gr.cli.data import load
 from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN
+from npu_gr.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import msgspec
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from npu_gr.train.rank.options import TrainOptions
 
     Presets = Mapping[str, msgspec.Struct]
+
+# of npu_gr.model.imported.families, which loads torch
+FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples", "torcheasyrec")
 
 LISTED = "Options of the training, with their defaults: --set help"
 ITEMS = click.option("--items", type=FILE, help="RecBole .item file with side features.")
@@ -84,7 +89,7 @@ def train() -> None:
     """Train a model from interaction logs."""
 
 
-@train.command("all", epilog=LISTED)
+@train.command("all", epilog=LISTED, short_help="Train every model of a dataset: a site to serve.")
 @click.argument("data", type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder of the site.")
 @click.option("--preset", default="full", show_default=True, type=click.Choice(["full", "quick"]))
@@ -115,7 +120,7 @@ def train_all(
     click.echo(next_commands(data, out))
 
 
-@train.command("rank", epilog=LISTED)
+@train.command("rank", epilog=LISTED, short_help="Train an HSTU ranker.")
 @click.argument("log", type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @ITEMS
@@ -176,7 +181,7 @@ def train_rank(
     click.echo(next_command(out, "/v1/rank", body))
 
 
-@train.command("generate", epilog=LISTED)
+@train.command("generate", epilog=LISTED, short_help="Train a semantic-ID generator.")
 @click.argument("log", required=False, type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder that the service starts from.")
 @click.option("--codes", type=FILE, help='Ready-made: a catalogue, or JSON {"item": [code, ...]}.')
@@ -270,7 +275,7 @@ def train_retrieve(
     click.echo(how_to_match(out, data.interactions.user_names[0]))
 
 
-@train.command("match", epilog=LISTED)
+@train.command("match", epilog=LISTED, short_help="Train vectors of two domains that share users.")
 @click.argument("source", type=FILE)
 @click.argument("target", type=FILE)
 @click.option("--test", type=FILE, help="Test edges of the target; without it, one edge of each user is held out.")
@@ -334,3 +339,75 @@ def train_match(
 
 def _columns(names: str) -> list[str]:
     return [name for name in names.split(",") if name]
+
+
+def _names(_context: click.Context, _option: click.Parameter, names: str | None) -> tuple[str, ...]:
+    return () if names is None else tuple(name.strip() for name in names.split(",") if name.strip())
+
+
+def _settings(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
+    found = {}
+    for one in given:
+        key, equals, value = one.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{one!r}: must be KEY=VALUE")
+        try:
+            found[key.strip()] = ast.literal_eval(value.strip())
+        except (SyntaxError, ValueError):
+            found[key.strip()] = value.strip()
+    return found
+
+
+@click.command("import", short_help="Convert a checkpoint that another project trained.")
+@click.argument("folder", type=FILE)
+@click.option("--from", "family", required=True, type=click.Choice(FAMILIES), help="Whose code trained it.")
+@click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
+@click.option("--name", default="", help="Of the model; else the folder's.")
+@click.option("--item-ids", type=FILE, help="Ids of the items in the order of their rows, one a line; else numbers.")
+@click.option("--actions", callback=_names, metavar="NAMES", help="Names of the actions, comma-separated.")
+@click.option("--tasks", callback=_names, metavar="NAMES", help="Names of the tasks, comma-separated.")
+@click.option(
+    "--set", "settings", callback=_settings, multiple=True, metavar="KEY=VALUE", help="A setting that FOLDER lacks."
+)
+@click.option("--trusted", is_flag=True, help="Read a distributed checkpoint, which may run its author's code.")
+def import_(
+    folder: Path,
+    family: str,
+    out: Path,
+    name: str,
+    item_ids: Path | None,
+    actions: tuple[str, ...],
+    tasks: tuple[str, ...],
+    settings: dict[str, Any],
+    trusted: bool,
+) -> None:
+    """Convert FOLDER, with one HSTU checkpoint and its configuration, into a checkpoint that `serve` reads.
+
+    What does not convert is named, and nothing is written then.
+    """
+    import numpy as np
+
+    from npu_gr.model.imported.families import convert
+    from npu_gr.model.imported.source import GivenNames
+    from npu_gr.model.weights import Checkpoint, save
+
+    ids = None
+    if item_ids is not None:
+        try:
+            ids = np.array(item_ids.read_text().split(), np.int64)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(f"--item-ids {item_ids}: must be whole numbers, one a line: {error}") from error
+        if len(np.unique(ids)) != len(ids) or (ids < 0).any():
+            raise ConfigError(f"--item-ids {item_ids}: must be distinct and not negative")
+    made = convert(family, folder, GivenNames(ids, actions, tasks), settings, is_trusted=trusted)
+    shape = made.model.config
+    checkpoint = Checkpoint(
+        model=made.model, item_ids=made.item_ids, name=name or folder.resolve().name, action_names=shape.actions
+    )
+    version = save(checkpoint, out)
+    for note in made.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(
+        f"{out}: {shape.num_items} items, {shape.num_layers} layers of {shape.num_heads} heads, "
+        f"tasks {', '.join(shape.tasks)}, version {version}"
+    )

@@ -1,11 +1,10 @@
 """Call a service from Python, without torch: `Client` for threads, `AsyncClient` for coroutines. docs/client.md."""
 
-from npu_gr.access.tls import ClientTlsConfig
-from npu_gr.client.answers import FoundItems, Item, Ranked
 from npu_gr.client.async_client import AsyncClient
 from npu_gr.client.blocking import Client, RelayCall
-from npu_gr.client.columns import Behaviours, Features
 from npu_gr.client.relay import AsyncRelayCall
+from npu_gr.client.wire import Behaviours, Features, FoundItems, Item, Ranked
+from npu_gr.core.tls import ClientTlsConfig
 
 __all__ = [
     "AsyncClient",

@@ -6,43 +6,54 @@ import asyncio
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import msgspec
 
-from npu_gr.access.calling import calling_files
-from npu_gr.access.tls import ClientTlsConfig
-from npu_gr.client.answers import FoundItems, Ranked, found, ranked, read
-from npu_gr.client.calls import call_of, checked_key, feature_body, given, history_body, optional_items, parts
 from npu_gr.client.channel import AGAIN, ApiKey, Channel, Reply, SafeCall
-from npu_gr.client.columns import (
+from npu_gr.client.relay import AsyncRelayCall
+from npu_gr.client.wire import (
     Behaviours,
     Features,
+    FoundItems,
     Name,
     Names,
+    Ranked,
     Time,
+    checked_key,
+    feature_body,
+    found,
+    given,
+    history_body,
     ids_of,
     item_column,
     listed,
+    optional_items,
+    packed_users,
+    parts,
+    ranked,
+    read,
     second,
 )
-from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import BadAnswer, TooLarge, Unavailable, Unprocessable, Unreachable
+from npu_gr.core.calling import calling_files, placing_headers
+from npu_gr.core.errors import BadAnswer, Unavailable, Unprocessable, Unreachable
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.core.request import Normalise, OrderName, SourceName
 from npu_gr.core.served import ModelInfo
-from npu_gr.core.words import quoted
+from npu_gr.core.tls import ClientTlsConfig
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
 from npu_gr.server.codec.features import RankFeatures, RequestFeatures, SignalFeatures
+from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
-from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserEvents, UserWritten
+from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserWritten
 from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
 from npu_gr.server.codec.match import MatchBody, MatchOut
-from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.codec.rank import RankBody
 from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
 from npu_gr.server.codec.signal import SignalBody, SignalOut
@@ -155,7 +166,7 @@ class AsyncClient:
             fields=list(fields),
             model_version=model_version,
         )
-        return ranked(await self._channel.send(call_of(RANK.path, body, MSGPACK), self._time(timeout_s)), names, ids)
+        return ranked(await self._ask(RANK.path, body, timeout_s, accept=MSGPACK), names, ids)
 
     async def generate(
         self,
@@ -205,7 +216,7 @@ class AsyncClient:
             fields=list(fields),
             model_version=model_version,
         )
-        return found(await self._channel.send(call_of(GENERATE.path, body), self._time(timeout_s)), GenerateOut)
+        return found(await self._ask(GENERATE.path, body, timeout_s), GenerateOut)
 
     async def match(
         self,
@@ -240,7 +251,7 @@ class AsyncClient:
             vectors_version=vectors_version,
             fields=list(fields),
         )
-        return found(await self._channel.send(call_of(MATCH.path, body), self._time(timeout_s)), MatchOut)
+        return found(await self._ask(MATCH.path, body, timeout_s), MatchOut)
 
     async def recommend(
         self,
@@ -295,7 +306,7 @@ class AsyncClient:
             fields=list(fields),
             model_version=model_version,
         )
-        return found(await self._channel.send(call_of(RECOMMEND.path, body), self._time(timeout_s)), RecommendOut)
+        return found(await self._ask(RECOMMEND.path, body, timeout_s), RecommendOut)
 
     async def signal(
         self,
@@ -324,8 +335,7 @@ class AsyncClient:
             features=feature_body(features, SignalFeatures),
             model_version=model_version,
         )
-        call = call_of(SIGNAL.path, body, again=_SIGNAL_AGAIN)
-        return read(await self._channel.send(call, self._time(timeout_s)), SignalOut)
+        return read(await self._ask(SIGNAL.path, body, timeout_s, again=_SIGNAL_AGAIN), SignalOut)
 
     def relay(
         self,
@@ -344,7 +354,17 @@ class AsyncClient:
             user, history, num_candidates, features, model_version: as of `signal`.
             timeout_s: of the signal.
         """
-        return AsyncRelayCall(self, user, history, num_candidates, features, model_version, tenant, timeout_s)
+        of_both: dict[str, Any] = {"model_version": model_version, "tenant": tenant}
+        signal = partial(
+            self.signal,
+            user,
+            history=history,
+            num_candidates=num_candidates,
+            features=features,
+            timeout_s=timeout_s,
+            **of_both,
+        )
+        return AsyncRelayCall(signal, partial(self.rank, user, **of_both), history, features, self.timeout_s)
 
     async def events(
         self,
@@ -365,7 +385,7 @@ class AsyncClient:
         """
         body = EventsBody(**self._user(user, tenant), events=events.on_the_wire("events"))
         key = {IDEMPOTENCY_KEY: checked_key(idempotency_key)}
-        return read(await self._channel.send(call_of(EVENTS.path, body, headers=key), self._time(timeout_s)), EventsOut)
+        return read(await self._ask(EVENTS.path, body, timeout_s, headers=key), EventsOut)
 
     async def ingest(
         self,
@@ -392,21 +412,7 @@ class AsyncClient:
         """
         if mode == "append" or idempotency_key is not None:
             idempotency_key = checked_key(idempotency_key)
-        users = []
-        names: set[str] = set()
-        for place, (user, columns) in enumerate(events.items()):
-            if (name := str(user)) in names:
-                raise Unprocessable(
-                    f"events: index {place}: user {quoted(name)} stands there twice, as number and text"
-                )
-            names.add(name)
-            one = UserEvents(user_id=name, events=columns.on_the_wire("events"), idempotency_key=idempotency_key)
-            users.append(msgspec.msgpack.encode(given(one)))
-            if len(users[-1]) > MAX_USERS_BYTES:
-                raise TooLarge(
-                    f"events: index {place}: {len(users[-1])} bytes of one user, a request takes {MAX_USERS_BYTES}; "
-                    "send them in parts, or by `events`"
-                )
+        users = packed_users(events, idempotency_key, MAX_USERS_BYTES)
         about = {"tenant": self.tenant if tenant is None else tenant, "mode": mode}
         until_at = asyncio.get_running_loop().time() + self._time(timeout_s)
         results: list[UserWritten] = []
@@ -428,7 +434,8 @@ class AsyncClient:
         # a user called ".." must not become a step in the path
         path = ERASE.path.replace("{user_id}", quote(str(user), safe="").replace(".", "%2E"))
         query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
-        reply = await self._channel.send(SafeCall(method=ERASE.method, path=path + query), self._time(timeout_s))
+        call = SafeCall(method=ERASE.method, path=path + query, headers=placing_headers(str(user), tenant))
+        reply = await self._channel.send(call, self._time(timeout_s))
         return tuple(read(reply, EraseBody).pending) if reply.status == 202 else ()
 
     async def items(
@@ -466,6 +473,27 @@ class AsyncClient:
                 raise
             return False
         return True
+
+    async def _ask(
+        self,
+        path: str,
+        body: UserBody,
+        timeout_s: float | None,
+        *,
+        accept: str = JSON,
+        headers: Mapping[str, str] | None = None,
+        again: frozenset[int] = AGAIN,
+    ) -> Reply:
+        """Send a request about one user; what was not given is left out of its body."""
+        named = placing_headers(str(body.user_id), body.tenant)
+        call = SafeCall(
+            path=path,
+            body=msgspec.msgpack.encode(given(body)),
+            accept=accept,
+            headers={"Content-Type": MSGPACK, **named, **(headers or {})},
+            again=again,
+        )
+        return await self._channel.send(call, self._time(timeout_s))
 
     async def _send_until(self, call: SafeCall, until_at: float) -> Reply:
         """Send one of several requests of a call, whose deadline is an instant of the loop's clock."""

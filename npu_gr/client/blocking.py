@@ -16,11 +16,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client.async_client import AsyncClient
-from npu_gr.client.columns import Behaviours, Features, Name
 from npu_gr.client.relay import AsyncRelayCall
+from npu_gr.client.wire import Behaviours, Features, Name
 from npu_gr.core.errors import NpuGrError
+from npu_gr.core.tls import ClientTlsConfig
 from npu_gr.server.codec.signal import SignalOut
 
 P = ParamSpec("P")

@@ -11,29 +11,43 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import time
 import uuid
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 from yarl import URL
 
-from npu_gr.access.calling import calling_headers
-from npu_gr.access.tls import ClientTls, ClientTlsConfig, following
-from npu_gr.client.failures import from_answer
+from npu_gr.core.calling import calling_headers
 from npu_gr.core.errors import (
     BadAnswer,
+    BadRequest,
     ConfigError,
     DeadlineExceeded,
+    Forbidden,
+    NotFound,
     NpuGrError,
+    Overloaded,
+    RequestError,
+    TooLarge,
     Unauthorized,
+    Unavailable,
+    UnknownPrefix,
+    Unprocessable,
     Unreachable,
+    UnsupportedMedia,
 )
+from npu_gr.core.tls import ClientTls, ClientTlsConfig, following
 from npu_gr.core.words import cut
 from npu_gr.server.codec.media import JSON
-from npu_gr.server.headers import REQUEST_ID, TIMEOUT_MS
+from npu_gr.server.headers import REQUEST_ID, RETRY_AFTER_MS, TIMEOUT_MS
 
 MAX_ANSWER_BYTES = 67_108_864  # longer ones are no service's of ours
 BACK_OFF_S = 0.05  # the first wait is at most this long
@@ -239,3 +253,82 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
         if len(body) > MAX_ANSWER_BYTES:
             raise BadAnswer(f"{response.url.path}: over {MAX_ANSWER_BYTES} bytes")
     return bytes(body)
+
+
+# ---- what went wrong, as one tree of errors for a service in this process and one far away
+
+_BY_STATUS: dict[int, type[NpuGrError]] = {
+    one.status: one
+    for one in (
+        BadRequest,
+        Unauthorized,
+        Forbidden,
+        NotFound,
+        UnknownPrefix,
+        TooLarge,
+        UnsupportedMedia,
+        Unprocessable,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+    )
+}
+_MILLISECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?")
+_FIELDS = (  # as our messages name one
+    re.compile(r"unknown field ([^;\s]+)"),
+    re.compile(r"Object missing required field `([^`]+)`"),
+    re.compile(r"([A-Za-z_](?:[\w.-]|\[[^\]]*\])*): "),
+)
+
+
+class _Problem(msgspec.Struct, frozen=True):
+    """The parts of RFC 9457 problem details that we read."""
+
+    title: str
+    detail: str
+    request_id: str | None = None
+
+
+def from_answer(status: int, headers: Mapping[str, str], body: bytes) -> NpuGrError:
+    """Make the error that an answer tells of.
+
+    Args:
+        status: of HTTP, not 2xx.
+        headers: by any spelling of their names.
+        body: problem details, or whatever a proxy writes.
+    """
+    try:
+        problem = msgspec.json.decode(body, type=_Problem)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        text = cut(" ".join(body.decode(errors="replace").split()), 200)
+        problem = _Problem(title="", detail=f"the answer was {status}: {text}")
+    cls = _BY_STATUS.get(status)
+    if cls is None:
+        cls = RequestError if status < 500 else Unavailable if status == 502 else NpuGrError
+    error = cls(problem.detail)
+    error.retry_after_s = _retry_after_s(headers)
+    error.status = status
+    error.title = problem.title or cls.title
+    error.field = _field(problem.detail)
+    error.request_id = problem.request_id
+    return error
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float:
+    """Return how long the service asks to wait: milliseconds where it says them, or seconds, or until a date."""
+    try:
+        if _MILLISECONDS.fullmatch(text := headers.get(RETRY_AFTER_MS, "")):
+            return float(text) * 1e-3
+        text = headers.get("Retry-After", "")
+        if re.fullmatch(r"\d{1,9}", text):
+            return float(text)
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return 0.0  # unreadable, as if it were not there
+
+
+def _field(detail: str) -> str | None:
+    for pattern in _FIELDS:
+        if found := pattern.match(detail):
+            return found[1]
+    return None

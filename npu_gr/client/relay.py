@@ -9,54 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, Self
+from functools import partial
+from typing import Self
 
-from npu_gr.client.answers import Ranked
-from npu_gr.client.columns import Behaviours, Cell, Features, Name, Names, Time
+from npu_gr.client.wire import Behaviours, Features, Names, Ranked, Time
 from npu_gr.core.errors import NpuGrError, UnknownPrefix
 from npu_gr.server.codec.signal import SignalOut
 
 log = logging.getLogger(__name__)
-
-
-class Caller(Protocol):
-    """What a relay needs of a client."""
-
-    timeout_s: float
-
-    async def signal(
-        self,
-        user: Name,
-        *,
-        history: Behaviours | None,
-        num_candidates: int | None,
-        features: Features | None,
-        model_version: str | None,
-        tenant: str | None,
-        timeout_s: float | None,
-    ) -> SignalOut:
-        """Say that a rank will come."""
-        ...
-
-    async def rank(
-        self,
-        user: Name,
-        candidates: Names,
-        *,
-        history: Behaviours | None,
-        base: str | None,
-        timestamp: Time | None,
-        top_k: int | None,
-        features: Features | None,
-        fields: Sequence[str],
-        model_version: str | None,
-        tenant: str | None,
-        timeout_s: float | None,
-    ) -> Ranked:
-        """Score candidates."""
-        ...
 
 
 class AsyncRelayCall:
@@ -64,31 +26,33 @@ class AsyncRelayCall:
 
     def __init__(
         self,
-        client: Caller,
-        user: Name,
+        signal: Callable[[], Awaitable[SignalOut]],
+        rank: Callable[..., Awaitable[Ranked]],
         history: Behaviours | None,
-        num_candidates: int | None,
         features: Features | None,
-        model_version: str | None,
-        tenant: str | None,
-        timeout_s: float | None,
+        timeout_s: float,
     ) -> None:
-        """Send nothing yet; the arguments are those of `AsyncClient.relay`."""
-        self.signalled: SignalOut | None = None  # the answer of the signal; None = there is none yet, or it failed
+        """Send nothing yet.
+
+        Args:
+            signal: sends the signal.
+            rank: `AsyncClient.rank` of the same user.
+            history: of both; None = the history store has it.
+            features: of the user.
+            timeout_s: of a rank that names none.
+        """
+        self.signalled: SignalOut | None = None  # the signal's answer; None = none yet, or it failed
         self.failure: NpuGrError | None = None  # of the signal
-        self._client = client
-        self._user = user
+        self._send_signal = signal
+        self._rank = rank
         self._history = history
-        self._num_candidates = num_candidates
-        self._features = features
-        self._model_version = model_version
-        self._tenant = tenant
+        self._user_features = None if features is None else features.user
         self._timeout_s = timeout_s
         self._signal: asyncio.Task[None] | None = None
         self._is_base_known = True  # until a rank hears otherwise
 
     async def __aenter__(self) -> Self:
-        self._signal = asyncio.create_task(self._send_signal())
+        self._signal = asyncio.create_task(self._try_signal())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -112,61 +76,24 @@ class AsyncRelayCall:
             features: of the request and the candidates; those of the user stay the signal's.
         """
         loop = asyncio.get_running_loop()
-        left_s = self._client.timeout_s if timeout_s is None else timeout_s
+        left_s = self._timeout_s if timeout_s is None else timeout_s
         until_at = loop.time() + left_s
+        rank = partial(self._rank, candidates, timestamp=timestamp, top_k=top_k, fields=fields)
+        late = None if features is None else replace(features, user=None)
         if self.signalled is not None and self._is_base_known:
+            base = self.signalled.history.fingerprint
             try:
-                base = self.signalled.history.fingerprint
-                late = self._late(features, None)
-                return await self._rank(candidates, None, base, timestamp, top_k, late, fields, left_s)
+                return await rank(base=base, features=late, timeout_s=left_s)
             except UnknownPrefix:
                 self._is_base_known = False
                 left_s = max(until_at - loop.time(), 1e-3)
-        whole = self._late(features, None if self._features is None else self._features.user)
-        return await self._rank(candidates, self._history, None, timestamp, top_k, whole, fields, left_s)
+        if self._user_features is not None:
+            late = replace(features or Features(), user=self._user_features)
+        return await rank(history=self._history, features=late, timeout_s=left_s)
 
-    @staticmethod
-    def _late(features: Features | None, user: Mapping[str, Cell] | None) -> Features | None:
-        if features is None and user is None:
-            return None
-        return replace(features or Features(), user=user)
-
-    async def _rank(
-        self,
-        candidates: Names,
-        history: Behaviours | None,
-        base: str | None,
-        timestamp: Time | None,
-        top_k: int | None,
-        features: Features | None,
-        fields: Sequence[str],
-        timeout_s: float,
-    ) -> Ranked:
-        return await self._client.rank(
-            self._user,
-            candidates,
-            history=history,
-            base=base,
-            timestamp=timestamp,
-            top_k=top_k,
-            features=features,
-            fields=fields,
-            model_version=self._model_version,
-            tenant=self._tenant,
-            timeout_s=timeout_s,
-        )
-
-    async def _send_signal(self) -> None:
+    async def _try_signal(self) -> None:
         try:
-            self.signalled = await self._client.signal(
-                self._user,
-                history=self._history,
-                num_candidates=self._num_candidates,
-                features=self._features,
-                model_version=self._model_version,
-                tenant=self._tenant,
-                timeout_s=self._timeout_s,
-            )
+            self.signalled = await self._send_signal()
         except NpuGrError as error:
             self.failure = error
             log.debug("a signal failed; its ranks do without: %s", error)

@@ -13,6 +13,7 @@ NpuGrError
 │   ├── NotFound           no such model or version                                   (404)
 │   ├── UnknownPrefix      a delta on a prefix that is not known here: send it whole  (409)
 │   ├── TooLarge           the body or a list is over its limit                       (413)
+│   ├── BodyTooSlow        the body did not arrive in its time                        (408)
 │   ├── UnsupportedMedia   a content type we do not read                              (415)
 │   └── Unprocessable      well-formed, but a value is out of range                   (422)
 │       └── ColdUser       nothing of the history is known: nothing to retrieve from  (422)
@@ -117,6 +118,13 @@ class TooLarge(RequestError):
 
     status = 413
     title = "too large"
+
+
+class BodyTooSlow(RequestError):
+    """The body of a request did not arrive in its time."""
+
+    status = 408
+    title = "request timeout"
 
 
 class UnsupportedMedia(RequestError):

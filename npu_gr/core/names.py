@@ -7,7 +7,7 @@ The int64 id of an item that a company calls `"SKU-0042-C"`, or 42:
 
 The id is a function of the name alone. So no process keeps a table to read names, a model that was trained anew finds
 the histories of its predecessor, and two models of different data agree. Only answers need a table
-(`catalogue/item_names.py`), for a hash cannot be read backwards. Two of ten million names share an id with a chance of
+(`catalogue/names.py`), for a hash cannot be read backwards. Two of ten million names share an id with a chance of
 1 to 100,000; whoever makes a table refuses such a pair.
 
 The index of an action, which models and stores hold, is its place among the names of the model's actions.
@@ -19,13 +19,15 @@ import math
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from npu_gr.core.arrays import I16, I64, largest
+from npu_gr.core.feature_schema.columns import ModelFeatures
+from npu_gr.core.time_order import OnUnsorted
 from npu_gr.core.words import cut
 
 FIRST_HASHED = 2**62  # ids below are the numbers that names are
@@ -168,3 +170,49 @@ def _number(name: str) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) and value_name(number) == name else None
+
+
+def difference(kept: Sequence[str], names: Sequence[str]) -> str:
+    """Say where `names` do not begin with those that are kept; "" = they do."""
+    for number, name in enumerate(kept):
+        if number >= len(names):
+            return f"action {number} is {cut(name)!r} there, and here there are only {len(names)}"
+        if names[number] != name:
+            return f"action {number} is {cut(name)!r} there, and {cut(names[number])!r} here"
+    return ""
+
+
+class Names(Protocol):
+    """What callers call actions and items, by the versions in service."""
+
+    @property
+    def unsorted_history(self) -> OnUnsorted:
+        """What becomes of a history whose rows run backwards in time."""
+        ...
+
+    def actions(self, version: str | None) -> ActionNames | None:
+        """Return the actions of a version of the ranker; None = actions have no names here.
+
+        Args:
+            version: None = the current one.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        ...
+
+    def features(self, version: str | None) -> ModelFeatures:
+        """Return the features of a version of the ranker; without a ranker there are none.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        ...
+
+    def items(self, ids: I64) -> list[str | int]:
+        """Name each item: [n] -> n names; an item that no table knows is named by its id."""
+        ...
+
+    def titles(self, ids: I64) -> list[str | None]:
+        """Return the title of each item: [n] -> n titles, None where it has none."""
+        ...

@@ -7,10 +7,13 @@
 
 Readers take one reference, so they never see half of a change; whoever holds the reference keeps its value alive.
 Publishers take turns. Any thread may call any method.
+
+`InUse` counts who uses a version, so that it is stopped once nobody does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -109,3 +112,27 @@ class Published(Generic[T]):
         with self._turn:
             if self._now is not None:
                 self._now = Publication(self._now.current, None, self._now.published_at)
+
+
+class InUse:
+    """Count the open `with` blocks. Event loop only."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._freed: asyncio.Event | None = None  # where somebody waits
+
+    def __enter__(self) -> None:
+        self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+        if not self._count and self._freed is not None:
+            self._freed.set()
+            self._freed = None
+
+    async def wait_free(self) -> None:
+        """Wait until no block is open."""
+        while self._count:
+            if self._freed is None:
+                self._freed = asyncio.Event()
+            await self._freed.wait()

@@ -2,25 +2,43 @@
 
 A value comes from the file, from a variable of the environment, or from `--set`; the later one wins. Sizes and times
 may have a unit (`1GiB`, `50ms`), and inside are plain numbers. A repeated key and an unknown key are errors.
+
+`NPU_GR_SERVER__PORT=9000` is `server.port: 9000`: a section, two underscores, a key; the value is YAML. A key outside
+of sections stands alone: `NPU_GR_BACKEND=npu`. Which variables are settings:
+  two underscores, or the exact name of a key outside of sections     one; unknown = an error with the nearest name
+  anything else that begins with NPU_GR_                              none: NPU_GR_API_KEY, what Kubernetes writes for a
+                                                                      Service named npu-gr-..., or another program's; a
+                                                                      name that is nearly one of ours is a warning
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import yaml
+from msgspec import inspect
 
-from npu_gr.core import environment
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.redact import redacted
 from npu_gr.core.secret import Secret
-from npu_gr.core.setting_types import explain, plain
-from npu_gr.core.units import IN_BYTES, IN_SECONDS
+from npu_gr.core.setting_types import IN_BYTES, IN_SECONDS, explain, plain, settings_of
+from npu_gr.core.words import near
 
+log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
+
+PREFIX = "NPU_GR_"
+BETWEEN = "__"
+OTHERS = ("NPU_GR_API_KEY", "NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY")  # of commands that call an instance
+# What Kubernetes writes for a Service named npu-gr or npu-gr-...: NPU_GR_PORT=tcp://..., NPU_GR_SERVICE_HOST.
+_OF_KUBERNETES = ("tcp://", "udp://", "sctp://")
+_NAMED_BY_KUBERNETES = re.compile(r"NPU_GR_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
 
 # Bounds that many sections share; a setting with another bound writes it out.
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -30,6 +48,16 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, extra_json_schema=IN_SECONDS)]
 SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, extra_json_schema=IN_SECONDS)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
+
+
+# Keys that went, by path (an element of a list has the list's path) -> what takes their place. docs/upgrading.md has
+# the same rows with more words. A section that went whole has one row.
+GONE: dict[str, str] = {
+    "server.workers": "the process with the models serves HTTP; more cores: more instances behind `npu-gr route`",
+    "server.max_connections": "the limit of a proxy: `npu-gr route`, or the system's limit of open files",
+    "server.header_timeout_s": "the proxy closes connections that send their headers slowly (`npu-gr route`)",
+    "server.write_timeout_s": "the proxy closes connections that do not read their answer (`npu-gr route`)",
+}
 
 
 class Gathered(NamedTuple):
@@ -83,13 +111,52 @@ def gather(
     """
     table = read_table(path)
     origins = dict.fromkeys(_leaves(table), str(path))
-    given = [(one.path, one.value, one.name) for one in environment.read(variables or {}, cls)]
+    given = read_environment(variables or {}, cls)
     given += [(*_parted(text), "--set") for text in overrides]
     for name, value, origin in given:
         _put(table, name, _yaml(value, name, origin), origin)
         origins = {at: where for at, where in origins.items() if not f"{at}.".startswith(f"{name}.")}
         origins |= dict.fromkeys(_leaves(_at(table, name), name), origin)
     return Gathered(table, origins)
+
+
+def variable(path: str) -> str:
+    """Return the name of a setting's variable."""
+    return PREFIX + path.replace(".", BETWEEN).upper()
+
+
+def read_environment(variables: Mapping[str, str], cls: type[msgspec.Struct]) -> list[tuple[str, str, str]]:
+    """Find the settings in an environment: outer ones first, because a whole section may be given as YAML.
+
+    Args:
+        variables: by name.
+        cls: what may be set.
+
+    Returns:
+        Path, value (YAML) and name of each.
+
+    Raises:
+        ConfigError: a name is that of a setting, and there is no such setting. It names the nearest, or what takes its
+            place.
+    """
+    known = {variable(path): path for path, setting in settings_of(cls).items() if not setting.in_list}
+    went = {variable(path): now for path, now in GONE.items()}
+    single = {name.replace(BETWEEN, "_"): name for name in known}
+    found = []
+    for name, value in variables.items():
+        if not name.startswith(PREFIX) or value.startswith(_OF_KUBERNETES):
+            continue
+        if name in known:
+            found.append((known[name], value, name))
+        elif now := next((now for one, now in went.items() if f"{name}{BETWEEN}".startswith(one + BETWEEN)), ""):
+            raise ConfigError(f"environment: {name} went: {now}")
+        elif BETWEEN in name.removeprefix(PREFIX).strip("_"):
+            raise ConfigError(f"environment: {name} is no setting{near(name, known)}")
+        elif name in OTHERS or _NAMED_BY_KUBERNETES.fullmatch(name):
+            continue
+        elif meant := difflib.get_close_matches(name, single, n=1, cutoff=0.9):
+            log.warning("environment: %s is no setting, and is ignored; %s is one", name, single[meant[0]])
+    return sorted(found, key=lambda one: one[0].count("."))
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -138,9 +205,12 @@ def from_table(table: dict[str, Any], cls: type[S], where: str = "config") -> S:
         ConfigError: names the field and the limit or the nearest known key.
     """
     try:
-        return msgspec.convert(plain(table, cls), cls, dec_hook=_decoded)
+        return msgspec.convert(plain(table, inspect.type_info(cls)), cls, dec_hook=_decoded)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {explain(str(error), table, cls)}") from error
+        known = settings_of(cls)
+        went = [f"{path} went: {now}" for path, now in GONE.items() if path not in known and _has(table, path)]
+        wrong = "; ".join(went) or explain(str(error), table, inspect.type_info(cls))
+        raise ConfigError(f"{where}: {wrong}") from error
 
 
 def override(preset: S, overrides: Sequence[str]) -> S:
@@ -216,3 +286,11 @@ def _leaves(value: Any, at: str = "") -> list[str]:
     if not isinstance(value, dict):
         return [at]
     return [leaf for key, inner in value.items() for leaf in _leaves(inner, f"{at}.{key}" if at else str(key))]
+
+
+def _has(value: object, path: str) -> bool:
+    """Whether a key is given, in a section or in any section of a list."""
+    if isinstance(value, list):
+        return any(_has(one, path) for one in value if isinstance(one, dict))
+    key, _, inner = path.partition(".")
+    return isinstance(value, dict) and key in value and (not inner or _has(value[key], inner))

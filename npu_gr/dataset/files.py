@@ -31,12 +31,11 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.actions import ActionKind
 from npu_gr.dataset.cells import pa, pc, pq
-from npu_gr.features.columns import FeatureColumn, LogFeatureOf, ToldKind
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues, LogFeatureOf, ToldKind
 
 KIND = "npu_gr dataset"
 FORMAT = 1

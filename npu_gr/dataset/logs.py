@@ -36,7 +36,7 @@ from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import CODES, MAX_EVENT_CHARS, MAX_ROW_CHARS, MAX_USER_CHARS, UNSURE, RejectReason, Rejects
 from npu_gr.dataset.sources import NestedSource, Source
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
-from npu_gr.features.columns import LogFeatureOf, ToldKind
+from npu_gr.features.interactions import LogFeatureOf, ToldKind
 
 MAX_VALUE_BYTES = 512  # of a cell that is a feature; longer ones are descriptions
 BATCH_ROWS = 1 << 17

@@ -28,7 +28,7 @@ from npu_gr.dataset.lines import OnProgress
 from npu_gr.dataset.logs import MAX_VALUE_BYTES, kind_word, split_kind, told_cells
 from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, UNSURE, RejectReason, Rejects
 from npu_gr.dataset.sources import Source
-from npu_gr.features.columns import ToldKind
+from npu_gr.features.interactions import ToldKind
 
 MAX_VALUES = 1000  # distinct ones of a feature of items
 MAX_VALUE_CHARS = 64  # longer texts are descriptions

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.arrays import I64
 from npu_gr.core.names import item_ids
 from npu_gr.core.private import make_private

@@ -1,4 +1,6 @@
-"""The cost model predicts the device seconds of a pass: fitted at warm-up from a few timed passes, then arithmetic.
+"""Estimates: the cost model predicts the device seconds of a pass, and running quantiles follow what is measured.
+
+The cost model is fitted at warm-up from a few timed passes; then it is arithmetic:
 
     T_full(n, c) = a0 + a1 n + a2 n^2 + c (b0 + b1 n)         n history tokens, c candidates
 
@@ -91,3 +93,40 @@ def fit_passes(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
             break
         used.pop(int(np.argmin(found)))
     return CostModel(*values.tolist())
+
+
+class RunningQuantile:
+    """The q-quantile of positive samples: it settles where a share q of the samples lies below it.
+
+    It takes O(1) memory, and follows a value that drifts. Each sample moves the estimate up by `rate * q`, or
+    down by `rate * (1 - q)`, of itself.
+
+    Source: stochastic approximation of a quantile (Robbins and Monro 1951), in the multiplicative form of
+    "frugal streaming" estimators.
+    """
+
+    def __init__(self, q: float, initial: float, rate: float = 0.05, *, is_measured: bool = False) -> None:
+        """Start from `initial`.
+
+        Args:
+            q: the share, within (0, 1).
+            initial: the estimate before the first sample, > 0.
+            rate: how far one sample moves the estimate, once there are many.
+            is_measured: `initial` was measured, and single samples only move it. Otherwise it is a guess, which the
+                first sample replaces.
+        """
+        assert 0.0 < q < 1.0
+        assert initial > 0.0
+        self._q = q
+        self._rate = rate
+        self.value = initial
+        self.num_samples = int(1.0 / rate) if is_measured else 0
+
+    def observe(self, sample: float) -> None:
+        """Take a sample in. The first replaces a guess; the next few move the estimate more than later ones do."""
+        self.num_samples += 1
+        if self.num_samples == 1:
+            self.value = sample
+            return
+        rate = max(self._rate, 1.0 / self.num_samples)
+        self.value *= 1.0 + rate * self._q if sample > self.value else 1.0 / (1.0 + rate * (1.0 - self._q))

@@ -23,19 +23,18 @@ from torch import Tensor
 
 from npu_gr.backend.base import Backend
 from npu_gr.catalogue.filters import Filter
-from npu_gr.catalogue.tokens import window_start
 from npu_gr.catalogue.trie import DEAD, I32, Trie
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.engine.beam_search import BeamQuery, BeamResult, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.job import Demand, JobOrder, JobResult, JobStep
-from npu_gr.engine.kv.arena import KVArena, Slab
-from npu_gr.engine.kv.beam_arena import BeamArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.arena import BeamArena, KVArena, Slab
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks, proof_order
+from npu_gr.engine.queue import Demand, JobOrder, JobResult, JobStep
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.generative import GenerativeModel, LayerSlabs
+from npu_gr.model.history_tokens import window_start
 
 # Prompts at least this long use two attention stages, shorter ones use one. The value is the middle of what others
 # measured (128 to 256, TensorRT-LLM PR 14396); `GenerateEngine.warm_up` replaces it by a measurement on this device.
@@ -168,7 +167,7 @@ def make_prompt(
         trie: the catalogue.
         item_ids: [n] external ids, oldest first.
         max_tokens: length limit of the prompt, at least L and its frame.
-        cut_step_items: a history that does not fit starts at a multiple of this, as in `catalogue/tokens.py`. So its
+        cut_step_items: a history that does not fit starts at a multiple of this, as in `history_tokens.py`. So its
             start stays the same for a while, and cached prefixes stay usable. Items that the catalogue lacks count in
             that multiple: so many events, sent in any way, begin at the same one. A prompt that is not divisible has
             no prefix to keep, and always holds as many items as fit.

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from npu_gr.backend.base import Backend
-from npu_gr.engine.cost import CostModel
-from npu_gr.engine.job import JobOrder, JobResult
+from npu_gr.engine.cost import CostModel, RunningQuantile
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
-from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.queue import JobOrder, JobResult
 from npu_gr.engine.scheduler import Scheduler
 
 LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this
@@ -53,25 +52,27 @@ def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-class PageJobs:
-    """Copies and overwrites pages as jobs of a scheduler, and knows how long the engine's own passes take."""
+class PassCosts:
+    """How long an engine's passes and copies take, and how long they wait: what the relay plans by."""
 
-    def __init__(self, scheduler: Scheduler, backend: Backend, arena: KVArena) -> None:
-        self.scheduler = scheduler
-        self.backend = backend
-        self.arena = arena
+    def __init__(self, wait_s: Callable[[float], float]) -> None:
+        """Know nothing yet.
+
+        Args:
+            wait_s: seconds that a request with this objective would wait for the device.
+        """
         self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)  # until the warm-up has fitted it
-        self.copy_bytes_per_s = float("inf")  # until `measure_copy` has measured it
-        self.on_copied: Callable[[KVArena, int, JobResult[None]], None] = lambda _target, _num_bytes, _done: None
+        self.copy_bytes_per_s = float("inf")  # until it is measured
         # The SLO objective in seconds from a request's arrival. It sets the request's place in the queue; only the
         # deadline, which is later, cancels the request.
         self.objective_s = float("inf")
+        self._wait_s = wait_s
         self._residual_s = RunningQuantile(0.9, LEAST_RESIDUAL_S)
 
     @property
     def queue_s(self) -> float:
         """Seconds that a request arriving now would wait for the device."""
-        return self.scheduler.wait_s(self.objective_s)
+        return self._wait_s(self.objective_s)
 
     @property
     def residual_s(self) -> float:
@@ -81,6 +82,17 @@ class PageJobs:
     def observe_pass(self, expected_s: float, took_s: float) -> None:
         """Record how far the cost model was from a full pass that had the device to itself."""
         self._residual_s.observe(max(took_s - expected_s, LEAST_RESIDUAL_S))
+
+
+class PageJobs(PassCosts):
+    """Copies and overwrites pages as jobs of a scheduler, and knows how long the engine's own passes take."""
+
+    def __init__(self, scheduler: Scheduler, backend: Backend, arena: KVArena) -> None:
+        super().__init__(scheduler.wait_s)
+        self.scheduler = scheduler
+        self.backend = backend
+        self.arena = arena
+        self.on_copied: Callable[[KVArena, int, JobResult[None]], None] = lambda _target, _num_bytes, _done: None
 
     async def copy(
         self,

@@ -21,20 +21,19 @@ import torch
 from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
 from npu_gr.backend.calls import HstuFindCall, HstuIds, HstuSegment
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.job import Demand, JobOrder, JobStep
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
+from npu_gr.engine.queue import Demand, JobOrder, JobStep
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.feature_rows import FeatureValues
+from npu_gr.model.feature_rows import FeatureValues, NewItems
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import NewItems
-from npu_gr.model.segment import HostTokens, Past, Segment
+from npu_gr.model.hstu_segments import HostTokens, Past, Segment
 
 FOUND = 200  # items that the warm-up finds
 
@@ -162,7 +161,7 @@ class RankEngine(PageJobs):
         self.find_s = 0.0  # device seconds of finding items once u is there, until the warm-up has measured them
         self.num_rows = model.config.num_items  # that `find` searches: of trained items, and of new ones that are shown
         self._items: torch.Tensor | None = None  # [spare rows included, d], fp32: what u is compared with
-        self._next: I64 = np.array([model.num_rows])
+        self._next: I64 = np.array([model.items.num_rows])
 
     async def prefill(
         self, tokens: Tokens, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
@@ -314,7 +313,7 @@ class RankEngine(PageJobs):
             return None
         wanted, least = zip(*(work.scored_as_found for work in works), strict=True)
         hidden = [work.hidden for work in works]
-        found = self.model.find_in_one_call(
+        found = self.model.whole.find(
             self.backend,
             told,
             partial(self._segments, passes, is_next=True),
@@ -353,10 +352,10 @@ class RankEngine(PageJobs):
     @torch.inference_mode()
     def write_items(self, first_row: int, new: NewItems) -> None:
         """Write the vectors of new items into rows that nobody reads yet. Only on a device thread."""
-        vectors = self.model.new_item_vectors(new)
-        self.model.write_items(first_row, vectors)
+        vectors = self.model.items.new_vectors(new)
+        self.model.items.write(first_row, vectors)
         if self._items is not None:  # a copy where the model is bf16, or normalises its items; the warm-up made it
-            self._items[first_row : first_row + len(vectors)] = self.model.compared(vectors)
+            self._items[first_row : first_row + len(vectors)] = self.model.items.compared(vectors)
         self.backend.synchronize()
 
     def _scores(self, work: RankPass, scores: F32, queue_s: float = 0.0, device_s: float = 0.0) -> RankScores:
@@ -367,7 +366,7 @@ class RankEngine(PageJobs):
 
     def _table(self) -> torch.Tensor:
         if self._items is None:
-            self._items = self.model.item_vectors()
+            self._items = self.model.items.vectors()
         return self._items
 
     def _products(self, work: RankPass) -> torch.Tensor:
@@ -382,7 +381,7 @@ class RankEngine(PageJobs):
         told = self._all_told(passes, is_next=is_next)
         if told is None:
             return None
-        return self.model.in_one_call(self.backend, told, is_next, partial(self._segments, passes, is_next=is_next))
+        return self.model.whole.run(self.backend, told, is_next, partial(self._segments, passes, is_next=is_next))
 
     def _segments(self, passes: Sequence[RankPass], *, is_next: bool) -> list[Segment]:
         return [self._segment(work, is_next=is_next) for work in passes]

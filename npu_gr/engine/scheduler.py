@@ -25,8 +25,7 @@ from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import Unavailable
 from npu_gr.engine.device_threads import DeviceThreads
-from npu_gr.engine.job import BatchFn, Demand, Job, JobOrder, JobResult, JobStep
-from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.queue import BatchFn, Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
 
 T = TypeVar("T")
 

@@ -1,7 +1,9 @@
-"""Checksums of what the stores keep. Damage on a disk or in a server's memory is found when it is read."""
+"""Checksums of what the stores keep, and what a check of them finds: damage on a disk or in a server's memory."""
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,8 @@ CHECKED = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8"), ("
 def row_sum(*fields: bytes | int) -> int:
     """Hash the fields of a row (xxh3-64) into a signed 64-bit integer, as SQLite has them."""
     digest = xxhash.xxh3_64()
-    for field in fields:
-        data = field if isinstance(field, bytes) else field.to_bytes(8, "little", signed=True)
+    for one in fields:
+        data = one if isinstance(one, bytes) else one.to_bytes(8, "little", signed=True)
         digest.update(len(data).to_bytes(4, "little") + data)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
@@ -89,3 +91,26 @@ def mix(values: U64) -> U64:
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Any = values ^ (values >> np.uint64(31))
     return mixed  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class Found:
+    """What a check found."""
+
+    num_users: int = 0  # whose history is whole
+    num_events: int = 0  # that are whole
+    num_entries: int = 0  # rows or values that were read
+    num_unchecked: int = 0  # of them: written before there were checksums
+    is_complete: bool = True
+    bad_users: set[bytes] = field(default_factory=set)  # whose history cannot be read whole
+    damage: list[str] = field(default_factory=list)  # what the file says of itself, and places that cannot be read
+
+    @property
+    def num_damaged(self) -> int:
+        """Damaged places: users, and parts of the file."""
+        return len(self.bad_users) + len(self.damage)
+
+
+def hashed(key: bytes) -> str:
+    """Name a user in reports without naming the user."""
+    return hashlib.blake2b(key, digest_size=8).hexdigest()

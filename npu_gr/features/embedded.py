@@ -2,8 +2,8 @@
 
 Appends go to one writer thread, which commits all that have gathered in one transaction: concurrent appends share an
 fsync, and each is acknowledged only after it. A job that fails is undone alone. What an erasure deletes is overwritten
-before the erasure is acknowledged (`embedded_overwrite`), once for all erasures of a group. Reads have a connection and
-a thread of their own, so a read never waits for an append. Events lie in chunks of `CHUNK`, so an append rewrites at
+before the erasure is acknowledged (`RowOverwrites`), once for all erasures of a group. Reads have a connection and a
+thread of their own, so a read never waits for an append. Events lie in chunks of `CHUNK`, so an append rewrites at
 most one chunk of its user.
 """
 
@@ -26,11 +26,10 @@ from npu_gr.core.errors import ConfigError, StoreFailed, Unprocessable
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.core.private import warn_if_shared
 from npu_gr.features import embedded_file as file
-from npu_gr.features.base import HistoryConfig, StoredHistory, StoreHealth, checked, key_bytes
 from npu_gr.features.embedded_check import quick_check
-from npu_gr.features.embedded_overwrite import MAX_LOG_BYTES, RowOverwrites
+from npu_gr.features.embedded_file import MAX_LOG_BYTES, RowOverwrites, read_names, write_names
 from npu_gr.features.event_features import check_size
-from npu_gr.features.named_actions import read_names, write_names
+from npu_gr.features.store import HistoryConfig, StoredHistory, StoreHealth, checked, key_bytes
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class EmbeddedStore:
             except sqlite3.Error as error:
                 raise ConfigError(
                     f"features.path: {self._path} cannot be used: {error}; "
-                    f"`npu-gr store repair {self._path} --out NEW` saves what is left"
+                    f"`npu-gr store {self._path} --repair NEW` saves what is left"
                 ) from error
             self._files = files.pop_all()
         self._sample_disk()

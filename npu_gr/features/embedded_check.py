@@ -20,12 +20,10 @@ from typing import Any
 
 from npu_gr.core.errors import ConfigError, DataError, StoreFailed
 from npu_gr.features import embedded_file as file
-from npu_gr.features.base import EVENT, MAX_EVENTS
-from npu_gr.features.damage import Found
-from npu_gr.features.embedded_chunk import CHUNK, Chunk, events_of
-from npu_gr.features.embedded_overwrite import RowOverwrites
-from npu_gr.features.event_features import load_runs
-from npu_gr.features.named_actions import read_names, write_names
+from npu_gr.features.checksum import Found
+from npu_gr.features.embedded_file import RowOverwrites, read_names, write_names
+from npu_gr.features.event_features import CHUNK, Chunk, events_of, load_runs
+from npu_gr.features.store import EVENT, MAX_EVENTS
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ def quick_check(db: sqlite3.Connection, path: Path, limit_s: float) -> int:
     if found.num_damaged:
         log.error(
             "history store %s: %d damaged places (%s of it was checked); the users concerned are answered without it: "
-            "`npu-gr store check %s` says more, `npu-gr store repair` saves what is whole",
+            "`npu-gr store %s` says more, `npu-gr store --repair NEW` saves what is whole",
             *(path, found.num_damaged, extent, path),
         )
     else:

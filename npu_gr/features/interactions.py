@@ -6,13 +6,15 @@ value 1, and their place in the list as timestamp.
 
 from __future__ import annotations
 
+import gzip
 import importlib.metadata
 import math
 import re
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +23,79 @@ import orjson
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import UserKey
-from npu_gr.features.columns import FeatureColumn
-from npu_gr.features.lines import read_lines
+
+_CHUNK_BYTES = 1 << 20
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Every line, without its end.
+
+    Raises:
+        DataError: the file cannot be opened, is damaged or was cut short; the message names it.
+    """
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            data = gzip.decompress(data)
+        elif path.suffix == ".zst":
+            data = _unzstd(path, data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: {error}") from error
+    return data.splitlines()
+
+
+def _unzstd(path: Path, data: bytes) -> bytes:
+    """Decompress every frame. The library's own reader stops silently at a frame that is cut short; this one raises."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise DataError(f"{path}: zstd needs pip install 'npu_gr[zstd]'") from error
+    unpacked = []
+    frame = None
+    for start in range(0, len(data), _CHUNK_BYTES):
+        packed = data[start : start + _CHUNK_BYTES]
+        while packed:
+            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            try:
+                unpacked.append(frame.decompress(packed))
+            except zstandard.ZstdError as error:
+                raise DataError(f"{path}: {error}") from error
+            packed = frame.unused_data
+            if frame.eof:
+                frame = None
+    if frame:
+        raise EOFError("the file ends inside a zstd frame")
+    return b"".join(unpacked)
+
+
+LogFeatureOf = Literal["user", "event", "request", "cross"]
+ToldKind = Literal["", "category", "hashed", "number"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FeatureColumn:
+    """One feature of a log. Every event answers a request, which showed its item to its user at its time.
+
+    user     what is known of the user
+    event    of what happened, known only afterwards
+    request  of the request that the event answers, known before its items are
+    cross    of the user and the event's own item, known when the item is shown
+    """
+
+    name: str
+    of: LogFeatureOf
+    values: npt.NDArray[Any]  # of each event, or each user: float64 and NaN, or objects: str, list of str, None
+    kind: ToldKind = ""  # what its owner says that it is; "" = as its values look
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the values are numbers."""
+        return self.values.dtype != np.object_
+
+    def of_events(self, part: npt.NDArray[Any] | slice) -> FeatureColumn:
+        """Keep some events, or put them in another order; a feature of users stays as it is."""
+        return self if self.of == "user" else replace(self, values=self.values[part])
+
 
 _INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)  # `12.0` too: what a tool writes whose column had gaps
 

@@ -2,51 +2,99 @@
 
     npu_gr:{user}:log       CHECKED records, the newest last
     npu_gr:{user}:first     events given up before them
-    npu_gr:{user}:features  stream of their features, see `redis_features`; missing if no event ever had any
+    npu_gr:{user}:features  stream of their features, see `redis_records`; missing if no event ever had any
     npu_gr:{user}:keys      idempotency key -> digest of its events, its answer, and a checksum of both
     npu_gr:{user}:order     idempotency keys by their time
-    npu_gr:actions          names of the actions by number, see `named_actions`
+    npu_gr:actions          names of the actions by number: a list that only grows at its end
     npu_gr:{user}:events    records without checksums, of an older version: moved to `log` when they are first met
 
 An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge reads, and writes
-unless somebody else wrote meanwhile. Durability is the server's
-own (`appendonly yes`); an append is acknowledged when the server has answered it. No command is sent twice, because an
-append that was not answered in time may have happened.
+unless somebody else wrote meanwhile. Durability is the
+server's own (`appendonly yes`); an append is acknowledged when the server has answered it. No command is
+sent twice, because an append that was not answered in time may have happened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import binascii
+import ipaddress
 import logging
+import ssl
 from collections import defaultdict
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
-from npu_gr.features import named_actions
-from npu_gr.features import redis_scripts as scripts
-from npu_gr.features.base import (
+from npu_gr.features import redis_records as scripts
+from npu_gr.features.checksum import CHECKED, Found, count_bad, damaged, pack_checked, unpack_checked
+from npu_gr.features.event_features import check_size
+from npu_gr.features.redis_records import FEATURES, RunGroup, count_bad_rows, pack_entries, unpack_groups
+from npu_gr.features.store import (
     EVENT,
     HistoryConfig,
     IdempotencyKey,
+    RedisTlsConfig,
     StoredHistory,
     StoreHealth,
     checked,
     key_bytes,
+    merge,
     unpack,
 )
-from npu_gr.features.checksum import CHECKED, damaged, pack_checked, unpack_checked
-from npu_gr.features.event_features import check_size
-from npu_gr.features.merge import merge
-from npu_gr.features.redis_features import RunGroup, pack_entries, unpack_groups
-from npu_gr.features.redis_tls import is_in_clear, tls_options, tls_trouble
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
+
+_SCHEME = "rediss"
+
+
+def tls_options(url: str, tls: RedisTlsConfig | None) -> dict[str, Any]:
+    """Return what redis-py needs for a URL; the server's certificate and its name are always checked.
+
+    Args:
+        url: `rediss://` or another one, which needs nothing.
+        tls: None = the authorities that the system trusts, and no certificate of ours.
+    """
+    if urlsplit(url).scheme != _SCHEME:
+        return {}
+    tls = tls or RedisTlsConfig()
+    return {
+        "ssl_ca_certs": tls.ca,
+        "ssl_certfile": tls.certificate,
+        "ssl_keyfile": tls.key,
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+        "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+    }
+
+
+def is_in_clear(url: str) -> bool:
+    """Whether histories cross a network in clear: not over TLS, and not to this machine."""
+    parts = urlsplit(url)
+    if parts.scheme != "redis":
+        return False
+    host = parts.hostname or "localhost"
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def tls_trouble(error: BaseException) -> str:
+    """Return what TLS says in an error of a connection, or nothing; it names no address and no password."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ssl.SSLError):
+            return f" ({seen.reason or type(seen).__name__})"
+        seen = seen.__cause__ or seen.__context__
+    return ""
+
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +114,7 @@ class RedisStore:
         self._read = client.register_script(scripts.READ)
         self._put = client.register_script(scripts.PUT)
         self._move = client.register_script(scripts.MOVE)
-        self._name = client.register_script(named_actions.WRITE)
+        self._name = client.register_script(scripts.NAME_ACTIONS)
         self.health = StoreHealth()
 
     @classmethod
@@ -84,25 +132,25 @@ class RedisStore:
             raise ConfigError("features.kind: redis needs pip install 'npu_gr[redis]'") from error
         try:
             pool = BlockingConnectionPool.from_url(
-                config.url.reveal(),
+                config.redis_url.reveal(),
                 max_connections=2 * config.max_calls,  # reads, and as many appends and erasures; others wait
                 timeout=config.timeout_s,
                 socket_timeout=config.timeout_s,
                 socket_connect_timeout=config.timeout_s,
                 retry=Retry(NoBackoff(), 0),
-                **tls_options(str(config.url), config.tls),
+                **tls_options(str(config.redis_url), config.tls),
                 **_unnamed(),
             )
         except ValueError:  # its text may hold a piece of the password
-            raise ConfigError(f"features.url: {config.url} is no address of a Redis: {_HOW}") from None
-        if is_in_clear(str(config.url)):
+            raise ConfigError(f"features.url: {config.redis_url} is no address of a Redis: {_HOW}") from None
+        if is_in_clear(str(config.redis_url)):
             log.warning("features.url: histories cross the network in clear; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
             await store._run(store._client.ping())
         except StoreFailed as error:
             await store.close()
-            raise ConfigError(f"features.url: no answer from {config.url}: {error}") from None
+            raise ConfigError(f"features.url: no answer from {config.redis_url}: {error}") from None
         return store
 
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
@@ -260,3 +308,73 @@ def _put_arguments(user: UserKey, events: Events, given_up: int, state: str) -> 
     for end, layout, rows in pack_entries(key, events, data):
         arguments += (given_up + end, layout, rows)
     return arguments
+
+
+_READ_BYTES = 1 << 20  # at once, so that a long history does not hold the server up
+_RUNS = 256  # of features at once
+
+
+async def check_redis(url: str, tls: RedisTlsConfig | None = None) -> Found:
+    """Read every user's records, and compare each with its checksum. Users that change meanwhile are read as they are.
+
+    Args:
+        url: of the server.
+        tls: of a `rediss://` one.
+
+    Raises:
+        ConfigError: the package is missing, or nobody answers.
+    """
+    try:
+        from redis.asyncio import from_url
+        from redis.exceptions import RedisError
+    except ImportError as error:
+        raise ConfigError("redis:// needs pip install 'npu_gr[redis]'") from error
+    found = Found()
+    try:
+        async with from_url(url, **tls_options(url, tls)) as client:
+            async for name in client.scan_iter("npu_gr:{*}:log", count=1000):
+                key = _user_key(name)
+                if key is None:
+                    found.damage.append(f"{name!r} is no name of ours")
+                    continue
+                found.num_entries += 1
+                bad = num = 0
+                while data := await client.getrange(name, num, num + _whole(_READ_BYTES) - 1):
+                    assert isinstance(data, bytes)  # the client decodes nothing
+                    bad += count_bad(key, data)
+                    num += len(data)
+                bad += await _count_bad_features(client, name, key)
+                found.num_events += max(0, num // CHECKED.itemsize - bad)
+                if bad:
+                    found.bad_users.add(key)
+                else:
+                    found.num_users += 1
+            async for name in client.scan_iter("npu_gr:{*}:events", count=1000):
+                found.num_entries += 1
+                found.num_unchecked += 1
+                found.num_events += await client.strlen(name) // EVENT.itemsize
+    except (RedisError, OSError, ValueError) as error:
+        raise ConfigError(f"{type(error).__name__}: no answer from Redis") from error
+    return found
+
+
+async def _count_bad_features(client: Redis, name: bytes, key: bytes) -> int:
+    """Read the features of a user piece by piece, each with the records of its events."""
+    names = [name.removesuffix(b"log") + part for part in (b"log", b"first", b"features")]
+    bad, after = 0, b"0"
+    while answer := await client.eval(FEATURES, 3, *names, after, _RUNS, CHECKED.itemsize):
+        after, first, records, runs = answer
+        groups = [RunGroup(layout, end, str(len(rows)).encode(), rows) for end, layout, rows in runs]
+        bad += count_bad_rows(key, groups, int(first), records)
+    return bad
+
+
+def _whole(num_bytes: int) -> int:
+    return num_bytes // CHECKED.itemsize * CHECKED.itemsize
+
+
+def _user_key(name: bytes) -> bytes | None:
+    try:
+        return base64.urlsafe_b64decode(name.split(b"{", 1)[1].split(b"}", 1)[0])
+    except (IndexError, binascii.Error):
+        return None

@@ -12,22 +12,189 @@ request: features are missing then, and the answer says so.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import inspect
 import logging
+import queue
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from npu_gr.core.errors import StoreFailed, StoreFault
+from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault
 from npu_gr.core.feature_schema.columns import OneRow, Value
 from npu_gr.core.feature_schema.encode import as_column
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesOrigin, UserFeaturesSource, UserKey
 from npu_gr.core.words import cut
-from npu_gr.features.guarded import Lane, StoreObserver
-from npu_gr.features.source import FeatureSource, SourceConfig
+from npu_gr.features.bulkhead import Lane, StoreObserver
+from npu_gr.features.store import SourceConfig
+
+FEAST = "feast"
+
+
+class FeatureSource(Protocol):
+    """Says features of users. A source that fails raises whatever it likes."""
+
+    async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+        """Fetch the features of one user.
+
+        Args:
+            user: tenant and user, as requests name them.
+            names: of the features that the model reads.
+            timeout_s: after which nobody waits for the answer.
+
+        Returns:
+            Name -> a value as a request would bring it, or several. None, NaN and what is not there are missing; names
+            that were not asked for are passed over.
+        """
+        ...
+
+
+def open_source(config: SourceConfig) -> FeatureSource:
+    """Make the source that the configuration names.
+
+    Raises:
+        ConfigError: there is none of that name, or it does not take what it would be called with.
+    """
+    at = "features.source"
+    if config.entry == FEAST:
+        from npu_gr.features.user_features import FeastSource
+
+        entry: Any = FeastSource
+    else:
+        module, _, name = config.entry.partition(":")
+        try:
+            entry = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"{at}.entry: {config.entry!r}: {error}") from error
+    try:
+        made: Any = entry(**config.options) if inspect.isclass(entry) else None
+        fetch = partial(entry, **config.options) if made is None else made.fetch
+        inspect.signature(fetch).bind(UserKey("", ""), (), config.timeout_s)
+    except ConfigError:
+        raise
+    except Exception as error:  # theirs may raise anything
+        raise ConfigError(f"{at}: {config.entry!r}: {type(error).__name__}: {error}") from error
+    whole = fetch.func if isinstance(fetch, partial) else fetch
+    return AsyncSource(fetch) if inspect.iscoroutinefunction(whole) else ThreadedSource(fetch, config.max_calls)
+
+
+class AsyncSource:
+    """A coroutine function as a source. A call that nobody waits for any more is cancelled."""
+
+    def __init__(self, fetch: Callable[..., Awaitable[Mapping[str, Any]]]) -> None:
+        self._fetch = fetch
+
+    async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._fetch(user, names, timeout_s)
+        except TimeoutError as error:
+            raise StoreFailed(f"the feature source was not done within {timeout_s} s", StoreFault.SLOW) from error
+
+
+class ThreadedSource:
+    """A function that blocks as a source: each call has a thread, and one that hangs does not hold the process up."""
+
+    def __init__(self, fetch: Callable[..., Mapping[str, Any]], max_threads: int) -> None:
+        """Start no thread yet.
+
+        Args:
+            fetch: is called by several threads at once.
+            max_threads: of them.
+        """
+        self._fetch = fetch
+        self._max_threads = max_threads
+        self._num_threads = 0
+        self._num_calls = 0  # that have not ended
+        self._calls: queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...]]] = queue.SimpleQueue()
+
+    async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+        self._num_calls += 1
+        if self._num_threads < min(self._num_calls, self._max_threads):
+            self._num_threads += 1
+            threading.Thread(target=self._work, name="npu_gr-features", daemon=True).start()
+        answer: Future[Mapping[str, Any]] = Future()
+        self._calls.put((answer, (user, names, timeout_s)))
+        try:
+            return await asyncio.wrap_future(answer)
+        finally:
+            self._num_calls -= 1
+
+    def _work(self) -> None:
+        while True:
+            answer, arguments = self._calls.get()
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                answer.set_result(self._fetch(*arguments))
+            except BaseException as error:  # noqa: BLE001  (the thread outlives every call)
+                # an error of ours: an event loop takes no StopIteration, and ends at a SystemExit
+                answer.set_exception(StoreFailed(f"the feature source failed: {type(error).__name__}: {error}"))
+
+
+class FeastSource:
+    """Reads one row of an online store a call. Any thread may call.
+
+    Source: Feast's Python SDK, https://docs.feast.dev; `get_online_features` blocks, so threads call it.
+    """
+
+    def __init__(
+        self,
+        repo: str,
+        features: Mapping[str, str],
+        user_key: str = "user_id",
+        tenant_key: str = "",
+        user_is_number: bool = False,
+    ) -> None:
+        """Open the store of a repository.
+
+        Args:
+            repo: folder with `feature_store.yaml`.
+            features: name of the model's feature -> `VIEW:FEATURE` of Feast. Those of the model that are not here are
+                missing.
+            user_key: join key of the entity.
+            tenant_key: join key of the tenant; "" = the entity has none.
+            user_is_number: the join key is an integer; a user whose name is none has no features.
+
+        Raises:
+            ConfigError: the package is missing, or the repository cannot be opened.
+        """
+        if bad := [ref for ref in features.values() if len(ref.split(":")) != 2]:
+            raise ConfigError(f"features.source.options.features: {bad[0]!r} is no VIEW:FEATURE")
+        try:
+            from feast import FeatureStore
+        except ImportError as error:
+            raise ConfigError("features.source.entry: feast needs pip install 'npu_gr[feast]'") from error
+        try:
+            self._store: Any = FeatureStore(repo_path=repo)
+        except Exception as error:  # Feast's own, of any kind
+            raise ConfigError(f"features.source.options.repo: {repo}: {type(error).__name__}: {error}") from error
+        self._refs = dict(features)
+        self._user_key = user_key
+        self._tenant_key = tenant_key
+        self._user_is_number = user_is_number
+
+    def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+        """Read the newest values of a user; Feast has time limits of its own, so `timeout_s` is not used."""
+        refs = {name: self._refs[name] for name in names if name in self._refs}
+        if not refs or (self._user_is_number and not user.user.isdecimal()):
+            return {}
+        row: dict[str, Any] = {self._user_key: int(user.user) if self._user_is_number else user.user}
+        if self._tenant_key:
+            row[self._tenant_key] = user.tenant
+        answer = self._store.get_online_features(
+            features=list(refs.values()), entity_rows=[row], full_feature_names=True
+        ).to_dict()
+        # two views may have features of one name: so the answer has them as `VIEW__FEATURE`
+        return {name: answer[ref.replace(":", "__")][0] for name, ref in refs.items()}
+
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from npu_gr.access.rules import rules
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.fleet.envoy_picker import obeying, picker_cluster, picker_filter, told
 from npu_gr.router.config import InstanceConfig, RouterConfig
+from npu_gr.server.auth.rules import rules
 from npu_gr.server.headers import NOT_TAKEN
 
 _TYPE = "type.googleapis.com/envoy.extensions"

@@ -22,12 +22,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import RANK
-from npu_gr.server.entrance.listener import Listener, unix_listeners
-from npu_gr.server.entrance.runner import DoorRunner
+from npu_gr.server.auth.rules import Address
+from npu_gr.server.run import listen_at, make_runner
 from npu_gr.service.config import Config
 
 if TYPE_CHECKING:
@@ -111,18 +112,19 @@ class RayReplica:
         self._config = config
         self._stack = AsyncExitStack()
         app, self._service = await self._stack.enter_async_context(instance(config))
-        runner = DoorRunner(app)
+        runner = make_runner(app, config.server)
         await runner.setup()
         self._stack.push_async_callback(runner.cleanup)
         folder = tempfile.mkdtemp(prefix="npu_gr")
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        public, admin = unix_listeners(config.server)
-        self._http = await self._listen(runner, public, f"{folder}/http")
-        self._admin = await self._listen(runner, admin, f"{folder}/admin")
+        self._http = await self._listen(runner, app, Address(is_admin=False), f"{folder}/http")
+        self._admin = await self._listen(runner, app, Address(is_public=False), f"{folder}/admin")
         self._ranks = (0.0, 0.0)  # all, and in time, when the metrics were last read
 
-    async def _listen(self, runner: DoorRunner, listener: Listener, path: str) -> aiohttp.ClientSession:
-        await runner.listen_at(listener, path)
+    async def _listen(
+        self, runner: web.AppRunner, app: web.Application, address: Address, path: str
+    ) -> aiohttp.ClientSession:
+        await listen_at(runner, app, address, path)
         http = aiohttp.ClientSession("http://instance", connector=aiohttp.UnixConnector(path, limit=0))
         self._stack.push_async_callback(http.close)
         return http

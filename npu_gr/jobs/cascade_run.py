@@ -25,9 +25,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from npu_gr.admission.deadline import Deadline
-from npu_gr.catalogue.items import UNKNOWN
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import (
     ColdUser,
@@ -50,15 +47,27 @@ from npu_gr.core.request import (
     StageResult,
     Verdict,
 )
+from npu_gr.core.tasks import deadline
 from npu_gr.core.words import quoted
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import TRUNK, Denied, RecommendConfig, among, best_first, by_both, in_turns, split
+from npu_gr.jobs.cascade_plan import (
+    TRUNK,
+    Denied,
+    Hook,
+    HookContext,
+    RecommendConfig,
+    among,
+    as_items,
+    best_first,
+    by_both,
+    in_turns,
+    split,
+)
 from npu_gr.jobs.histories import UserHistory
-from npu_gr.jobs.hook import Hook, HookContext, as_items
 from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, from_trunk
-from npu_gr.jobs.trunk import TrunkUse
+from npu_gr.jobs.sources import POPULAR, SizedSource, SourceRequest, TrunkUse, from_trunk
 from npu_gr.metrics.registry import Metrics
+from npu_gr.model.history_tokens import UNKNOWN, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -277,7 +286,7 @@ class CascadeRun:
         result = StageResult.OK
         items = np.empty(0, np.int64)
         try:
-            async with Deadline(self._deadlines.retrieve_at - began_at):
+            async with deadline(self._deadlines.retrieve_at - began_at):
                 items = await source.ask(asked)
             result = StageResult.OK if len(items) or not source.num_items else StageResult.EMPTY
         except ColdUser:
@@ -333,7 +342,7 @@ class CascadeRun:
         began_at = time.monotonic()
         context = HookContext(self._request.user, self._history.events, self._request.context, self._shown_at)
         try:
-            async with Deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
+            async with deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
                 if inspect.iscoroutinefunction(hook):
                     returned = await hook(items.copy(), context)
                 else:
@@ -371,7 +380,7 @@ class CascadeRun:
         try:
             ranked = self._trunk.ranked_ahead(request, rows)
             if ranked is None:
-                async with Deadline(self._deadlines.rank_at - began_at) as deadline_at:
+                async with deadline(self._deadlines.rank_at - began_at) as deadline_at:
                     # the rank's objective counts from its own stage: counted from the cascade's arrival it would be
                     # over before retrieval is done, and every cascade would overtake every rank
                     ranked = await self._trunk.rank(request, Call(began_at, deadline_at, tenant=request.user.tenant))

@@ -3,7 +3,7 @@
     prompt -> lease of the prompt's KV -> one pass: encode what is missing, search -> items
 
 A request keeps one version of the generator and one of the catalogue in use from its prompt to its items.
-`generate.py` picks the version of the generator that the request names.
+`model_jobs.py` picks the version of the generator that the request names.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import time
 import numpy as np
 
 from npu_gr.catalogue.filters import Filter
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
 from npu_gr.core.history import HistoryReport, UserKey
 from npu_gr.core.names import ActionNames
+from npu_gr.core.published import InUse
 from npu_gr.core.request import GenerateAnswer, GenerateRequest, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted
@@ -28,7 +29,6 @@ from npu_gr.engine.generate_engine import Frame, GenerateEngine, GeneratePass, P
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import GenerateConfig
 from npu_gr.jobs.histories import UserHistory
-from npu_gr.jobs.in_use import InUse
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.relay import Relay
@@ -71,12 +71,9 @@ class Generation:
         self.items = items
         self._metrics = metrics
         self._max_prompt_tokens = engine.generator.max_prompt_tokens
+        # newest behaviours among which the prompt's items are looked for: some are not in the catalogue
+        self.max_events = LOOKED_AT * ((self._max_prompt_tokens - config.num_frame_tokens) // len(config.codes))
         self.use = InUse()
-
-    @property
-    def max_events(self) -> int:
-        """Newest behaviours among which the prompt's items are looked for: some are not in the catalogue."""
-        return LOOKED_AT * ((self._max_prompt_tokens - self.config.num_frame_tokens) // len(self.config.codes))
 
     @property
     def model(self) -> ModelInfo:

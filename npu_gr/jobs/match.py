@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
@@ -25,11 +25,11 @@ from npu_gr.core.published import Published
 from npu_gr.core.request import MatchAnswer, MatchRequest
 from npu_gr.core.served import VectorsInfo
 from npu_gr.core.words import quoted
-from npu_gr.engine.job import NOTHING, Demand, JobResult
+from npu_gr.engine.queue import NOTHING, Demand, JobResult
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.coverage import Before, anything
 from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.scored_items import Before, anything
 from npu_gr.matching.config import MatchConfig
 from npu_gr.matching.matcher import MatchedItems, Matcher, MatchQuery
 from npu_gr.matching.vectors import load

@@ -2,7 +2,8 @@
 
     history -> tokens -> lease of the prefix KV -> one pass over the candidates -> scores
 
-`Ranking` is a checkpoint with its items and its relay. `rank.py` picks the version that a request names.
+`Ranking` is a checkpoint with its items and its relay; `LateFeatureReader` reads the features that come with a rank,
+behind the cached prefix: what the request says, and what is computed here. `model_jobs.py` picks the version.
 """
 
 from __future__ import annotations
@@ -10,25 +11,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
-from npu_gr.catalogue.item_names import EMPTY, ItemNames, names_of
-from npu_gr.catalogue.items import UNKNOWN, ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
+from npu_gr.catalogue.names import EMPTY, ItemNames, names_of
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
-from npu_gr.core.feature_schema.columns import ModelFeatures
+from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
+from npu_gr.core.feature_schema.computed import CrossFeatures, time_column
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import UserKey
 from npu_gr.core.names import ActionNames
+from npu_gr.core.published import InUse
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import (
+    NONE_LATE,
     Ahead,
     FindPass,
     LateFeatures,
@@ -40,14 +42,92 @@ from npu_gr.engine.rank_engine import (
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.config import RankingConfig
 from npu_gr.jobs.histories import UserHistory
-from npu_gr.jobs.in_use import InUse
-from npu_gr.jobs.late_features import LateFeatureReader
 from npu_gr.jobs.scored_items import ScoredItems
 from npu_gr.metrics.registry import Metrics
-from npu_gr.model.computed_features import cross_features
-from npu_gr.model.order import Order
-from npu_gr.model.order_sum import OrderSum
+from npu_gr.model.history_tokens import UNKNOWN, ItemVocabulary, Tokens, tokenize
+from npu_gr.model.hstu_input import cross_features
+from npu_gr.model.order import Order, OrderSum
 from npu_gr.relay.relay import Lease, Relay
+
+
+class LateFeatureReader:
+    """Reads requests as one version of the ranker wants them."""
+
+    def __init__(self, features: ModelFeatures, computed: CrossFeatures) -> None:
+        """Read nothing yet.
+
+        Args:
+            features: of the model.
+            computed: its cross features that no request brings.
+        """
+        self._features = features
+        self._computed = computed
+        self._of_time = [one for one in features.features if one.of == "request" and one.computed]
+
+    def of_request(self, values: OneRow, shown_at: int) -> Encoded | None:
+        """Encode the features of a request; None where the model has none.
+
+        Args:
+            values: that the request brought.
+            shown_at: unix seconds, of which the others are computed.
+
+        Raises:
+            Unprocessable: a value does not fit the model.
+        """
+        for feature in self._of_time:
+            computed = int(time_column(feature.computed, np.array([shown_at]))[0])
+            values = {**values, feature.name: computed}
+        try:
+            return self._features.row(self._features.request, values)
+        except ValueError as error:
+            raise Unprocessable(f"features.request.{error}") from None
+
+    def of_rank(
+        self, request: RankRequest, tokens: Tokens, rows: I64, known: np.ndarray[Any, np.dtype[np.bool_]], shown_at: int
+    ) -> LateFeatures:
+        """Encode the features of a request and its candidates.
+
+        Args:
+            request: with them.
+            tokens: of its history.
+            rows: [n] of the known candidates.
+            known: [c] whether a candidate is known.
+            shown_at: unix seconds.
+
+        Raises:
+            Unprocessable: a value does not fit the model.
+        """
+        if not self._features.features:
+            return NONE_LATE
+        cross = request.cross_features if known.all() else request.cross_features.take(known)
+        return LateFeatures(
+            self.of_request(request.request_features, shown_at), self.of_candidates(cross, tokens, rows, shown_at)
+        )
+
+    def of_candidates(self, given: Columns, tokens: Tokens, rows: I64, shown_at: int) -> Encoded | None:
+        """Encode the features of candidates; None where the model has none. Any thread may call.
+
+        Args:
+            given: [n] that the request brought.
+            tokens: of its history.
+            rows: [n] of the candidates.
+            shown_at: unix seconds.
+        """
+        if self._computed.rules:
+            events = tokens.events
+            actions = events.actions.astype(np.int64)
+            columns = self._computed.columns(tokens.rows, actions, events.timestamps, rows, shown_at)
+            own = {name: column.astype(np.float32) for name, column in columns.items()}
+            given = Columns({**given.numbers, **own}, given.names)
+        return self._features.rows(self._features.cross, given, len(rows))
+
+    def missing(self, request: RankRequest, tokens: Tokens) -> tuple[str, ...]:
+        """Name the features, as `of.name`, that neither history nor request say anything of."""
+        if not self._features.features:
+            return tokens.report.missing_features
+        late = self._features.missing(request=request.request_features, cross=request.cross_features.given)
+        return tokens.report.missing_features + late
+
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +163,7 @@ class Ranking:
             order: fitted for this version; None = it has none.
         """
         self.model = model
+        self.version = model.version  # of the checkpoint
         self.actions = ActionNames(model.actions)
         self.features = ModelFeatures(model.features, engine.model.config.num_user_tokens)
         self.late = LateFeatureReader(self.features, cross_features(engine.model))
@@ -95,8 +176,7 @@ class Ranking:
         self.reconfigure(config)
         self.relay = relay
         self._metrics = metrics
-        self._random = np.random.default_rng(0)
-        self._background: set[asyncio.Task[None]] = set()
+        self._selfcheck = SelfCheck(engine, metrics)
         self.use = InUse()
 
     def reconfigure(self, config: RankingConfig) -> None:
@@ -105,11 +185,6 @@ class Ranking:
         most = config.max_history_tokens or self.model.max_history_tokens
         # newest behaviours that the window has room for
         self.max_events = max(1, (most - self.features.num_user_tokens) // self._tokens_per_event)
-
-    @property
-    def version(self) -> str:
-        """The checkpoint's version."""
-        return self.model.version
 
     @property
     def vocabulary(self) -> ItemVocabulary:
@@ -224,14 +299,14 @@ class Ranking:
         stages_s: dict[str, float],
     ) -> RankAnswer:
         """Say what a pass computed, and check some of it."""
-        if lease.cached and self._random.random() < self._config.selfcheck_ratio:
-            self._own(self._selfcheck(work, scored.logits, request.user.tenant))
+        if lease.cached:
+            self._selfcheck.maybe(work, scored.logits, request.user.tenant, self._config)
         return RankAnswer(
             model_version=self.version,
             outcome=lease.outcome,
             reason=lease.reason,
-            scores=self._scores(scored.logits, known),
-            top=self._top(request, scored.logits, known),
+            scores=dict(zip(self.model.tasks, _placed(scored.logits, known).T, strict=True)),
+            top=_top(request, scored.logits, known),
             history=work.tokens.report,
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
             unknown_candidates=0 if known is None else len(known) - len(scored.logits),
@@ -307,43 +382,59 @@ class Ranking:
             rows = rows[known]
         return rows, known
 
-    def _scores(self, logits: F32, known: Known) -> dict[str, F32]:
-        """Put logits into the order of the request, task by task; NaN where the catalogue lacks the item."""
-        columns = _placed(logits, known)
-        return {task: columns[:, index] for index, task in enumerate(self.model.tasks)}
+    async def stop(self) -> None:
+        """End self-checks, then the relay's work."""
+        await self._selfcheck.stop()
+        await self.relay.stop()
 
-    def _top(self, request: RankRequest, logits: F32, known: Known) -> I64 | None:
-        """Pick the best candidates by the first task; of equal ones the earlier."""
-        if request.top_k is None:
-            return None
-        best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
-        top: I64 = (request.candidates if known is None else request.candidates[known])[best]
-        return top
 
-    # ---- the self-check
+class SelfCheck:
+    """Scores some served requests again without their prefix KV, behind the requests that wait; exports the drift."""
 
-    async def _selfcheck(self, work: RankPass, cached: F32, tenant: str) -> None:
-        """Score a served request again without its prefix KV, behind the requests that wait; export the drift."""
+    def __init__(self, engine: RankEngine, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._random = np.random.default_rng(0)
+        self._background: set[asyncio.Task[None]] = set()
+
+    def maybe(self, work: RankPass, cached: F32, tenant: str, config: RankingConfig) -> None:
+        """Check a share of the passes.
+
+        Args:
+            work: that was served from cached KV.
+            cached: its logits.
+            tenant: whose request it was.
+            config: the share, and the drift that is allowed.
+        """
+        if self._random.random() < config.selfcheck_ratio:
+            task = asyncio.get_running_loop().create_task(self._check(work, cached, tenant, config.selfcheck_max_drift))
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+
+    async def _check(self, work: RankPass, cached: F32, tenant: str, max_drift: float) -> None:
         try:
-            cold = await self.engine.rank(replace(work, vector=None), time.monotonic() + _SELFCHECK_S, tenant=tenant)
+            cold = await self._engine.rank(replace(work, vector=None), time.monotonic() + _SELFCHECK_S, tenant=tenant)
         except NpuGrError:
             return  # the device has no time for it now
         drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))
-        self._metrics.rank.drifted(drift, drift > self._config.selfcheck_max_drift)
-        if drift > self._config.selfcheck_max_drift:
+        self._metrics.rank.drifted(drift, drift > max_drift)
+        if drift > max_drift:
             log.error("self-check: cached scores drift by %.2e of their standard deviation", drift)
 
-    def _own(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
     async def stop(self) -> None:
-        """End self-checks, then the relay's work."""
+        """End what runs."""
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        await self.relay.stop()
+
+
+def _top(request: RankRequest, logits: F32, known: Known) -> I64 | None:
+    """Pick the best candidates by the first task; of equal ones the earlier."""
+    if request.top_k is None:
+        return None
+    best = np.argsort(-logits[:, 0], kind="stable")[: request.top_k]
+    top: I64 = (request.candidates if known is None else request.candidates[known])[best]
+    return top
 
 
 def _placed(scores: F32, known: Known) -> F32:

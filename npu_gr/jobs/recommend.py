@@ -16,20 +16,19 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from npu_gr.catalogue.popular import read_popular
-from npu_gr.catalogue.tokens import Tokens
+from npu_gr.catalogue.records import read_popular
 from npu_gr.core.arrays import I64
 from npu_gr.core.kinds import SIGNAL
 from npu_gr.core.request import RecommendAnswer, RecommendRequest, SignalAnswer, Verdict
 from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import RecommendConfig
+from npu_gr.jobs.cascade_plan import RecommendConfig, load_hook
 from npu_gr.jobs.cascade_run import CascadeParts, CascadeRun
 from npu_gr.jobs.histories import Histories, UserHistory
-from npu_gr.jobs.hook import load_hook
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.sources import SizedSource
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry import Metrics
+from npu_gr.model.history_tokens import Tokens
 
 HOOK_THREADS = 4
 

@@ -15,7 +15,7 @@ import torch
 
 from npu_gr.catalogue.centroids import Centroids, SidMaker
 from npu_gr.catalogue.filter_cache import FilterCache
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.catalogue.records import Record, as_items, read_items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, name, restore, withdraw
@@ -23,10 +23,9 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.served import CatalogueChange, CatalogueInfo
 from npu_gr.engine.beam_search import Tables
-from npu_gr.engine.job import JobOrder
+from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.coverage import Before, anything
-from npu_gr.jobs.scored_items import Commit, Follow, nobody
+from npu_gr.jobs.scored_items import Before, Commit, Follow, anything, nobody
 
 
 class ServedCatalogue:

@@ -3,6 +3,8 @@
 replace(new)   new requests get `new`; requests that name the old version get that one
 T_life later   prefixes that were signalled for the old version have found their ranks or expired
 nobody uses it the old version is stopped and dropped
+
+`ServedNames` names items and actions as their callers know them, by the tables of all these versions.
 """
 
 from __future__ import annotations
@@ -11,14 +13,21 @@ import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
+from npu_gr.catalogue.names import ItemNames, names_of, titles_of
 from npu_gr.catalogue.versions import Snapshot
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotFound
+from npu_gr.core.feature_schema.columns import ModelFeatures
+from npu_gr.core.names import ActionNames, is_hashed
 from npu_gr.core.published import Published
 from npu_gr.core.served import ModelInfo
+from npu_gr.core.time_order import OnUnsorted
 from npu_gr.core.words import quoted
 from npu_gr.jobs.generation import Generation
+from npu_gr.jobs.histories import Histories
+from npu_gr.jobs.match import ServedVectors
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.scored_items import Commit
 
@@ -211,3 +220,61 @@ class Versions:
         for models in (self.rankers, self.generators):
             if models is not None:
                 await models.stop()
+
+
+class ServedNames:
+    """The tables of all versions together: an id is one item's, so whichever table has it names it. Event loop only."""
+
+    def __init__(self, histories: Histories, versions: Versions, vectors: ServedVectors | None) -> None:
+        """Read the tables where they are served.
+
+        Args:
+            histories: whose rows may run backwards in time.
+            versions: of ranker and generator.
+            vectors: None = the instance does not match.
+        """
+        self._histories = histories
+        self._versions = versions
+        self._vectors = vectors
+
+    @property
+    def unsorted_history(self) -> OnUnsorted:
+        """What becomes of a history whose rows run backwards in time."""
+        return self._histories.on_unsorted
+
+    def actions(self, version: str | None) -> ActionNames | None:
+        """Return the actions of a version of the ranker, or without one the generator's; None = they have no names.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        if self._versions.rankers is not None:
+            return self._versions.rankers.find(version).actions
+        return self._versions.generator().actions
+
+    def features(self, version: str | None) -> ModelFeatures:
+        """Return the features of a version of the ranker; without a ranker there are none.
+
+        Raises:
+            NotFound: the version is not served.
+        """
+        rankers = self._versions.rankers
+        return ModelFeatures() if rankers is None else rankers.find(version).features
+
+    def items(self, ids: I64) -> list[str | int]:
+        """Name each item: [n] -> n names; an item that no table knows is named by its id."""
+        if not is_hashed(ids).any():
+            return cast("list[str | int]", ids.tolist())
+        return names_of(self._tables(), ids)
+
+    def titles(self, ids: I64) -> list[str | None]:
+        """Return the title of each item: [n] -> n titles, None where it has none."""
+        return titles_of(self._tables(), ids)
+
+    def _tables(self) -> list[ItemNames]:
+        """List each table once: of the catalogue, of the versions in service, of those before them."""
+        tables = [] if self._versions.generators is None else self._versions.generators.current.items.tables()
+        vectors = [] if self._vectors is None else self._vectors.kept()
+        serving, all_versions = self._versions.current(), self._versions.all()
+        tables += [version.names for version in (*serving, *vectors, *all_versions)]
+        return list(dict.fromkeys(table for table in tables if len(table)))

@@ -23,8 +23,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import UserKey
 from npu_gr.core.private import make_private
-from npu_gr.matching.fold import Activation, Folding, JoinedFolding, Norm
-from npu_gr.matching.source import SourceItems
+from npu_gr.matching.fold import Activation, Folding, JoinedFolding, Norm, SourceItems
 
 FORMAT = 2
 

@@ -1,6 +1,6 @@
 """A causal decoder of the Llama kind, written for serving: one prefill, then lock-step beams.
 
-Qwen3: RMSNorm of each query and key head; its mixture of experts in `experts.py`. Qwen2: bias on q, k, v. Llama and
+Qwen3: RMSNorm of each query and key head; its mixture of experts in `Experts`. Qwen2: bias on q, k, v. Llama and
 Mistral: neither, or bias on q, k, v and the output. All: RoPE, grouped queries, SwiGLU, a head of its own or the token
 embedding. K is kept after norm and RoPE, so a cached prefix is read as it is. Attention is the backend's; the prefix
 is *shared KV*, the few tokens a beam adds are *unshared KV*.
@@ -8,24 +8,149 @@ is *shared KV*, the few tokens a beam adds are *unshared KV*.
 Source: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3 (arXiv:2407.21783), Mistral (arXiv:2310.06825);
 shared and unshared KV: xGR (arXiv:2512.11529).
 Invariant: a token's keys and values depend on it and the tokens before it alone, so prefill may be cut anywhere.
+
+RoPE: RoFormer (arXiv:2104.09864), with the scalings of the served families; `llama3` as its checkpoints state it.
+Mixture of experts, where each row goes through the few MLPs that its router likes best: Qwen3, as transformers
+computes it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Literal
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import silu
 
 from npu_gr.backend.base import Affine, Backend, accumulator
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.arrays import I64
 from npu_gr.core.settings import Count, Positive
-from npu_gr.model.experts import Experts, ExpertsConfig
 from npu_gr.model.generative import BeamStep, Begun, KVShape, LayerSlabs, Sink
-from npu_gr.model.rope import RopeScaling, rope_angles, rope_frequencies, rotate
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the frequencies of a model for short texts were changed for longer ones."""
+
+    kind: Literal["linear", "llama3"]
+    factor: Positive
+    low_freq_factor: Positive = 1.0  # llama3: wavelengths over original_max_tokens / this are scaled whole
+    high_freq_factor: Positive = 4.0  # llama3: wavelengths under original_max_tokens / this are not scaled
+    original_max_tokens: Count = 8192  # llama3: positions of the model before it was scaled
+
+    def __post_init__(self) -> None:
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor: {self.low_freq_factor} is not below high_freq_factor {self.high_freq_factor}"
+            )
+
+
+def rope_angles(first: int, num_tokens: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute cos and sin [num_tokens, 1, head_dim / 2] of positions from `first`, in fp32 as the models were trained.
+
+    Args:
+        first: position of the first token.
+        num_tokens: how many positions.
+        frequencies: what `rope_frequencies` gave; its device is that of the result.
+    """
+    positions = torch.arange(first, first + num_tokens, dtype=torch.float32, device=frequencies.device)
+    angles = positions[:, None, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+@lru_cache(maxsize=32)
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
+    """Compute the frequency of each pair of a head: float32 [head_dim / 2], radians a position."""
+    with torch.inference_mode(False):  # kept for training too
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        plain: Tensor = 1.0 / theta**exponent
+        if scaling is None:
+            return plain
+        if scaling.kind == "linear":
+            return plain / scaling.factor
+        turns = scaling.original_max_tokens * plain / (2 * math.pi)  # within the original positions
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = kept.clamp(0.0, 1.0)
+        return (1 - kept) * plain / scaling.factor + kept * plain
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE to x [n, H, D]: pair i is (x[i], x[i + D/2]), the layout of Hugging Face checkpoints."""
+    low, high = x.to(accumulator(x.dtype)).chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The experts of a decoder."""
+
+    num_experts: Count
+    num_per_token: Count  # experts that a row goes through
+    mlp_dim: Count  # hidden width of one expert
+    normalises: bool  # whether the weights of a row's experts sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers with one MLP for all rows instead
+
+    def __post_init__(self) -> None:
+        if self.num_per_token > self.num_experts:
+            raise ValueError(f"num_per_token: {self.num_per_token} is more than num_experts {self.num_experts}")
+
+
+class Experts(nn.Module):
+    """The experts of one layer and their router."""
+
+    def __init__(self, dim: int, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(dim, config.num_experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(config.num_experts, 2 * config.mlp_dim, dim))
+        self.down = nn.Parameter(torch.empty(config.num_experts, dim, config.mlp_dim))
+        for weight in (self.gate_up, self.down):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor, ops: Affine) -> Tensor:
+        """Compute the experts' update of rows x: [..., dim] -> [..., dim]. No shape depends on values."""
+        if x.ndim > 2:
+            rows: Tensor = self(x.flatten(0, -2), ops)
+            return rows.view(x.shape)
+        config = self.config
+        liked = ops.affine(x, self.router, 0, config.num_experts, False)
+        weight, expert = liked.to(accumulator(liked.dtype)).softmax(-1).topk(config.num_per_token, dim=-1)
+        if config.normalises:
+            weight = weight / weight.sum(-1, keepdim=True)
+        through = _grouped if _has_grouped(x, self.gate_up) else _gathered
+        each = through(x.repeat_interleave(config.num_per_token, 0), expert.flatten(), self.gate_up, self.down)
+        wide: Tensor = each.unflatten(0, weight.shape) * weight.to(x.dtype)[..., None]
+        return wide.sum(1)
+
+
+def _has_grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch multiplies groups of rows in one launch here, without asking the device for their sizes."""
+    if not hasattr(functional, "grouped_mm"):  # torch before 2.10
+        return False
+    is_aligned = all(width * x.element_size() % 16 == 0 for width in (weight.shape[1] // 2, weight.shape[2]))
+    if x.device.type == "cpu":
+        return is_aligned and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_aligned and x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _grouped(x: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Sort the rows by expert, and multiply each run of rows with its expert's weights."""
+    order = expert.argsort(stable=True)
+    ends = torch.searchsorted(expert[order], torch.arange(len(gate_up), device=x.device), right=True)
+    ends = ends.to(torch.int32)
+    gate, up = functional.grouped_mm(x[order], gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    mixed = functional.grouped_mm(silu(gate) * up, down.transpose(1, 2), offs=ends)
+    return torch.empty_like(mixed).index_copy_(0, order, mixed)
+
+
+def _gathered(x: Tensor, expert: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Read the weights of each row's expert by themselves: any device and dtype, and the slow definition."""
+    gate, up = torch.bmm(gate_up[expert], x[..., None])[..., 0].chunk(2, dim=-1)
+    return torch.bmm(down[expert], (silu(gate) * up)[..., None])[..., 0]
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

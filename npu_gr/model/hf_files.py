@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.core.private import as_public_as
-from npu_gr.model.shapes_only import give_memory, shapes_only
+from npu_gr.model.weights import give_memory, shapes_only
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from npu_gr.model import hf_files
 from npu_gr.model.hf_config import refuse_experts
-from npu_gr.model.t5 import T5
-from npu_gr.model.t5_config import Activation, T5Config
+from npu_gr.model.t5 import T5, Activation, T5Config
 
 ARCHITECTURE = "T5ForConditionalGeneration"
 EMBEDDING = "shared.weight"

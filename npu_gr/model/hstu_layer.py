@@ -1,18 +1,137 @@
-"""One layer of the HSTU ranker, around its attention."""
+"""One layer of the HSTU ranker around its attention, and what torch has no module for: norms, and time buckets.
+
+Public code computes a time bucket in fp32 (log or sqrt of seconds, divided, floored). Vectorised logarithms differ in
+the last place from device to device, and so would a bucket whose edge a time difference just meets. Seconds are whole
+numbers: the seconds at which each bucket begins are found once, and comparing with them is exact on every device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import layer_norm, normalize, silu
 
 from npu_gr.backend.base import TIME_BUCKETS, Affine
 from npu_gr.backend.calls import BiasTables
 from npu_gr.backend.tiles import Slab
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.model.config import HSTUConfig
-from npu_gr.model.norms import PerHeadNorm
-from npu_gr.model.time_buckets import edges_of
+from npu_gr.model.config import HSTUConfig, TimeBuckets, TimePeriod
+
+NEVER_S = 1 << 40  # 35,000 years
+
+
+def bucket_by_formula(times: TimeBuckets, seconds: Tensor) -> Tensor:
+    """Compute the bucket of int64 seconds >= 0 as public code does, in fp32: the definition."""
+    scaled = seconds.clamp(min=1).float() / times.unit_s
+    if times.function == "log":
+        scaled = scaled.log()
+    elif times.function == "sqrt":
+        scaled = scaled.sqrt()
+    return (scaled / times.divisor).floor().clamp(0, times.count - 1).long()
+
+
+def edges_of(times: TimeBuckets) -> Tensor:
+    """Find the least second of every bucket but the first, int64 [count - 1]; `NEVER_S` where there is none.
+
+    By bisection: the formula does not decrease.
+    """
+    wanted = torch.arange(1, times.count, device="cpu")  # also where a model is made without memory
+    low = torch.zeros_like(wanted)  # every earlier second is in a lower bucket
+    high = torch.full_like(wanted, NEVER_S)
+    while bool((high > low).any()):
+        middle = (low + high) // 2
+        reached = bucket_by_formula(times, middle) >= wanted
+        high = torch.where(reached, middle, high)
+        low = torch.where(reached, low, middle + 1)
+        low = torch.minimum(low, high)
+    return high
+
+
+class PerHeadNorm(nn.Module):
+    """Normalise each head by itself, then scale and shift it by one number a head."""
+
+    def __init__(self, num_heads: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_heads))
+        self.bias = nn.Parameter(torch.zeros(num_heads))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H, Dv] -> the same shape."""
+        return layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight[:, None] + self.bias[:, None]
+
+
+class UnitLength(nn.Module):
+    """Divide each row by its length, or by `eps` where that is more."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> the same shape."""
+        return normalize(x, dim=-1, eps=self.eps)
+
+
+class NormGate(nn.LayerNorm):
+    """x * sigmoid(norm(x))."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """[..., width] -> the same shape."""
+        gate: Tensor = super().forward(input).sigmoid()
+        return input * gate
+
+
+class NormSiLU(nn.LayerNorm):
+    """silu(norm(x))."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's name)
+        """[..., width] -> the same shape."""
+        return silu(super().forward(input))
+
+
+class ClockMix(nn.Module):
+    """Mix what clocks show at the request's time into rows, by a linear layer.
+
+    A clock shows the cosine and the sine of (units since 1970 mod its units) / its units * 6.28, in fp32 as public code
+    has it (seconds of this century are rounded to 128).
+    """
+
+    def __init__(self, dim: int, periods: Sequence[TimePeriod]) -> None:
+        super().__init__()
+        self.periods = periods
+        self.linear = nn.Linear(dim + 2 * len(periods), dim)
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        """Rows x [..., dim] and their seconds at [...], int64."""
+        shown = []
+        for period in self.periods:
+            units = torch.div(at.float(), float(period.unit_s), rounding_mode="floor")
+            angle = torch.remainder(units, float(period.num_units)) / float(period.num_units) * 2 * 3.14
+            shown += [angle.cos(), angle.sin()]
+        mixed: Tensor = self.linear(torch.cat([x, torch.stack(shown, -1).to(x.dtype)], dim=-1))
+        return mixed
+
+
+def head_norm(config: HSTUConfig) -> nn.Module:
+    """Make the norm of a candidate's final row."""
+    eps = config.norm_eps if config.head_norm_eps is None else config.head_norm_eps
+    if config.head_norm == "layer":
+        return nn.LayerNorm(config.dim, eps=eps)
+    return UnitLength(eps) if config.head_norm == "l2" else nn.Identity()
+
+
+def head_mlp(config: HSTUConfig) -> nn.Sequential:
+    """Make the MLP from a final row to the logits."""
+    eps = config.norm_eps if config.head_norm_eps is None else config.head_norm_eps
+    plain: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU, "gelu": nn.GELU}
+    normed = {"norm_gate": NormGate, "norm_silu": NormSiLU}
+    kind = plain.get(config.head_activation)
+    middle = normed[config.head_activation](config.head_dim, eps=eps) if kind is None else kind()
+    return nn.Sequential(nn.Linear(config.dim, config.head_dim), middle, nn.Linear(config.head_dim, len(config.tasks)))
+
 
 _TORCH = TorchOps()  # differentiable, for training
 

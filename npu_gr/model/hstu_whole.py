@@ -6,23 +6,30 @@ says None where it does not, and `hstu_segments.py` computes the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.base import Backend, HstuPass
+from npu_gr.backend.base import Affine, Backend, HstuPass
 from npu_gr.backend.calls import (
+    HstuFindCall,
+    HstuFound,
     HstuHead,
     HstuLayerCall,
     HstuLayerWeights,
     HstuPassCall,
     HstuSegment,
     HstuWeights,
+    HstuWholeCall,
 )
+from npu_gr.core.arrays import F32
 from npu_gr.model.config import HSTUConfig
+from npu_gr.model.hstu_input import HSTUWeights, InputRows
 from npu_gr.model.hstu_layer import HSTULayer
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 
 
 def told_in_numbers(config: HSTUConfig, segments: Sequence[Segment]) -> list[HstuSegment] | None:
@@ -102,3 +109,107 @@ def run_whole_layers(layers: Sequence[HSTULayer], dim: int, backend: Backend, wh
         out = backend.affine(gated[: len(x)], layer.out, 0, dim, False)
         x = x + out  # the sum has the wider dtype, in one launch
     return x
+
+
+class WholeCalls:
+    """Runs a model with plain passes by one call of the backend, where it has kernels of whole passes."""
+
+    def __init__(
+        self, model: HSTUWeights, rows: InputRows, answer: Callable[[Segment, Tensor, Backend], Tensor]
+    ) -> None:
+        """Keep what such a call needs of the model.
+
+        Args:
+            model: its weights.
+            rows: makes the rows where the backend cannot.
+            answer: makes a segment's answer of its final rows where the backend cannot.
+        """
+        self._model = model
+        self._rows = rows
+        self._answer = answer
+
+    def run(
+        self,
+        backend: Backend,
+        told: Sequence[HstuSegment],
+        is_next: bool | None,
+        segments: Callable[[], Sequence[Segment]],
+    ) -> list[F32] | None:
+        """Compute what `forward` does by one call of the backend. Only where `config.has_plain_passes`.
+
+        Args:
+            backend: that computes.
+            told: the batch.
+            is_next: every segment is NEXT, or none is; None = some are.
+            segments: makes the same batch of tensors, for what such a call leaves over; most passes need none.
+
+        Returns:
+            What `forward` does, on the host. None = the backend has no such kernel, or not for this model.
+        """
+        if self._model.config.scaling != "constant":
+            return None  # one scale for all requests
+        answer = "next" if is_next else "logits" if is_next is False and self._model.config.has_plain_head else "rows"
+        found = backend.hstu_whole(self._whole_call(backend, told, segments, answer))
+        if found is None:
+            return None
+        ends = itertools.accumulate(s.num_candidates for s in told)
+        parts = [found[end - s.num_candidates : end] for s, end in zip(told, ends, strict=True)]
+        if answer == "rows":
+            with torch.inference_mode():
+                rows = [torch.from_numpy(own) for own in parts]
+                return [self._answer(s, own, backend).float().numpy() for s, own in zip(segments(), rows, strict=True)]
+        return parts
+
+    def find(
+        self,
+        backend: Backend,
+        told: Sequence[HstuSegment],
+        segments: Callable[[], Sequence[Segment]],
+        search: Callable[[HstuWholeCall], HstuFindCall],
+    ) -> HstuFound | None:
+        """Find items, and score what of them is wanted, by one call of the backend.
+
+        Args:
+            backend, told, segments: as of `run`; every segment is NEXT.
+            search: makes the call of that of NEXT.
+
+        Returns:
+            None = the backend has no such kernel, or not for this model.
+        """
+        config = self._model.config
+        if not (config.has_plain_tokens and config.has_plain_head) or config.scaling != "constant":
+            return None
+        return backend.hstu_find(search(self._whole_call(backend, told, segments, "next")))
+
+    def _whole_call(
+        self, backend: Backend, told: Sequence[HstuSegment], segments: Callable[[], Sequence[Segment]], answer: str
+    ) -> HstuWholeCall:
+        model = self._model
+        table = model.items.table
+        return HstuWholeCall(
+            model,
+            self._pass_weights,
+            model.dtype if table is None else table.dtype,
+            told,
+            None if table is None or not model.config.has_plain_tokens else (table, model.action.weight),
+            partial(self._embedded, segments, backend),
+            answer,
+        )
+
+    @torch.inference_mode()
+    def _embedded(self, segments: Callable[[], Sequence[Segment]], ops: Affine) -> Tensor:
+        return self._rows.of(segments(), ops)
+
+    def _pass_weights(self) -> HstuWeights:
+        model = self._model
+        config = model.config
+        heads = {}
+        if config.has_plain_head:
+            hidden, _, out = model.head
+            assert isinstance(hidden, nn.Linear)
+            assert isinstance(out, nn.Linear)
+            assert isinstance(model.norm_head, nn.LayerNorm)
+            heads["logits"] = HstuHead(model.norm_head, hidden, out)
+        if config.has_next:
+            heads["next"] = HstuHead(model.norm_next, None, model.vector)
+        return weights_of(model.each_layer(), heads, config, model.attention_scale(0))

@@ -29,6 +29,9 @@ among, which decide nothing. As part of a history it leads to what is popular, a
 A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order. A file of format 1
 has no neighbours, and one without a weight of the popularity does not count it: its order is that of the other terms.
 One whose scale is 10 has neighbours that are summed, and one whose scale is 0 has linear ones.
+
+`Order` defines each term. `OrderSum` orders a request's candidates by the sum: by a kernel of the host where the device
+has one; without a kernel, or to compare, it computes the terms one after the other.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from npu_gr.backend.base import Backend
+from npu_gr.backend.calls import OrderCall, OrderTables
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.neighbours import I32, LAST_ITEMS, Neighbours, best_rows
@@ -343,3 +348,72 @@ def _of_this_version(notes: _Notes) -> _Notes:
     last_items = LAST_ITEMS if notes.last_items is msgspec.UNSET else notes.last_items
     scale = notes.scale if notes.scale in (SUM_SCALE, LINEAR) else SCALE
     return msgspec.structs.replace(found, format=_WITH_NEIGHBOURS, last_items=last_items, scale=scale)
+
+
+class OrderSum:
+    """The sums of one order. Any thread may call."""
+
+    def __init__(self, order: Order, backend: Backend | None = None) -> None:
+        """Prepare them.
+
+        Args:
+            order: whose terms and weights.
+            backend: whose kernel computes them, if it has one; None = numpy.
+        """
+        self.order = order
+        self._kernel = None if backend is None else backend.order_sums(_tables(order))
+        self._num_liked = 0 if order.neighbours is None else order.neighbours.last_items  # events, at most
+
+    def __call__(self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None) -> F32:
+        """Sum the terms of each candidate: float32 [c].
+
+        Args:
+            history: int64 [n] item rows, oldest first.
+            candidates: int64 [c] item rows; new ones too, as in the history.
+            retrieval: [c]; None = without u the other terms decide.
+            click: [c] logits of the order's task.
+            seen: [c] 1 for an item of the history, else 0; None = none is one.
+        """
+        if self._kernel is None:
+            return self._defined(history, candidates, retrieval, click, seen)
+        recent = history[-max(LAST_EVENTS, self._num_liked) :]
+        num_followed, num_liked = min(len(recent), LAST_EVENTS), min(len(recent), self._num_liked)
+        return self._kernel(OrderCall(recent, num_followed, num_liked, candidates, retrieval, click, seen))
+
+    def nearest(self, history: I64, k: int) -> I64:
+        """Retrieve as `Order.nearest` does: by sums of all items from the kernel, where the pairs are not few."""
+        neighbours = self.order.neighbours
+        if self._kernel is None or neighbours is None or not neighbours.are_many(history):
+            return self.order.nearest(history, k)
+        sums = self._kernel.alike(history[-neighbours.last_items :])
+        alike = np.flatnonzero(sums)
+        return self.order.best_alike(alike, sums[alike], k)
+
+    def _defined(self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None) -> F32:
+        nothing = np.zeros(len(candidates), np.float32)
+        return self.order.scores(
+            nothing if retrieval is None else retrieval,
+            click,
+            self.order.transitions(history, candidates),
+            self.order.alike(history, candidates),
+            self.order.popular(candidates),
+            nothing if seen is None else seen,
+        )
+
+
+def _tables(order: Order) -> OrderTables:
+    neighbours = order.neighbours
+    none = order.num_items, 0
+    retrieval, click, transitions, alike, popularity, seen = (order.weights[name] for name in WEIGHTS)
+    return OrderTables(
+        order.successors,
+        order.log_prob,
+        order.rest,
+        order.shares,
+        np.empty(none, np.int32) if neighbours is None else neighbours.items,
+        np.empty(none, np.float32) if neighbours is None else neighbours.similarity,
+        DECAY,
+        order.scale,
+        neighbours is not None and neighbours.is_summed,
+        (retrieval, click, transitions, alike, popularity, seen),
+    )

@@ -1,6 +1,7 @@
-"""The tasks of a relay. They belong to the relay, not to the request that started them.
+"""The background work of a relay: its tasks, the copies to DRAM, and the overwriting of erased users' pages.
 
-A request that goes away takes no task with it, and a task that fails never reaches a caller: it is counted and logged.
+The work belongs to the relay, not to the request that started it. A request that goes away takes no task
+with it, and a task that fails never reaches a caller: it is counted and logged.
 """
 
 from __future__ import annotations
@@ -8,9 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Generic
 
-from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
+from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded, ResourceError
+from npu_gr.core.history import UserKey
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv.prefix_pool import PrefixEntry
+from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
+from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.queue import JobOrder, JobResult
+from npu_gr.relay.config import LiveSettings
+from npu_gr.relay.encoder import Encoder, P
 
 log = logging.getLogger(__name__)
 
@@ -58,3 +70,115 @@ class BackgroundTasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Spills(Generic[P]):
+    """Copies of used prefixes from HBM into DRAM; at most one per key is on its way. Event loop only."""
+
+    def __init__(self, settings: LiveSettings, engine: Encoder[P], tiers: Tiers, background: BackgroundTasks) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._tiers = tiers
+        self._background = background
+        self._copies: dict[PrefixKey, DramEntry] = {}
+
+    def __len__(self) -> int:
+        """Count the copies on their way."""
+        return len(self._copies)
+
+    def start(self, entry: PrefixEntry, order_at: float) -> None:
+        """Copy a used prefix to DRAM, unless it is there, or on its way, or DRAM has no room or is not used.
+
+        The HBM pages stay readable until somebody needs them.
+
+        Args:
+            entry: resident, or nothing happens.
+            order_at: the copy's place in the queue: behind every request and prefill of now.
+        """
+        pool, dram = self._tiers
+        key = entry.key
+        if dram is None or key in self._copies or dram.get(key) is not None or pool.get(key) is not entry:
+            return
+        if not self._settings.uses_dram:
+            return
+        try:
+            copy = dram.reserve(key, entry.num_tokens)
+        except ResourceError:
+            return
+        self._copies[key] = copy
+        held = ExitStack()
+        held.enter_context(pool.lease(entry, consume=False))  # from now on: the task begins later
+
+        def ended(_: asyncio.Task[None]) -> None:
+            held.close()
+            dram.abandon(copy)  # nothing, if it was committed
+            if self._copies.get(key) is copy:
+                del self._copies[key]
+
+        task = self._background.start("spill", partial(self._copy, dram, copy, entry, order_at))
+        task.add_done_callback(ended)
+
+    async def _copy(self, dram: DramStore, copy: DramEntry, entry: PrefixEntry, order_at: float) -> None:
+        pool = self._tiers.pool
+        await self._engine.copy(
+            pool.arena,
+            entry.runs,
+            dram.arena,
+            copy.runs,
+            entry.num_tokens,
+            float("inf"),
+            JobOrder(order_at),
+            preemptible=True,
+        )
+        assert entry.timestamps is not None, "it was published"
+        dram.commit(copy, entry.timestamps)
+
+    def forget(self, user: UserKey) -> None:
+        """Let later copies of an erased user begin, although copies of before still run. Those come to nothing."""
+        self._copies = {key: copy for key, copy in self._copies.items() if key.user != user}
+
+
+class Overwrites:
+    """Zeroes the pages of erased users, as the tiers report them, before they are free. Event loop only.
+
+    The latest relay over shared tiers takes the reports over from the one before it.
+    """
+
+    def __init__(self, engine: Encoder[P], tiers: Tiers) -> None:
+        self._zero = engine.zero
+        self._pending: set[asyncio.Future[JobResult[None]]] = set()
+        for tier in tiers:
+            if tier is not None:
+                tier.on_erased = partial(self._overwrite, tier.arena)
+
+    def __len__(self) -> int:
+        """Count the overwrites that are queued or run."""
+        return len(self._pending)
+
+    def _overwrite(self, arena: KVArena, runs: tuple[PageRun, ...], free: Callable[[], None]) -> None:
+        future = self._zero(arena, runs)
+        self._pending.add(future)
+
+        def ended(future: asyncio.Future[JobResult[None]]) -> None:
+            self._pending.discard(future)
+            free()
+            if not future.cancelled() and (error := future.exception()) is not None:
+                log.error("pages of an erased user were not overwritten: %s", error)
+
+        future.add_done_callback(ended)
+
+    async def finished(self) -> None:
+        """Wait for the overwrites of now.
+
+        Raises:
+            NpuGrError: one of them failed.
+        """
+        if self._pending:
+            done, _ = await asyncio.wait(self._pending)  # unlike gather, it cancels none if the waiter is cancelled
+            for future in done:
+                future.result()
+
+    async def settled(self) -> None:
+        """Wait for the overwrites of now. One that fails does not fail the caller."""
+        if self._pending:
+            await asyncio.wait(self._pending)

@@ -1,15 +1,17 @@
-"""The settings of a relay, and the object through which every part of it reads the ones in force."""
+"""The settings of a relay, the ones in force, and what `npu-gr calibrate` measured for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from npu_gr.core.request import Brownout
-from npu_gr.core.settings import Count, Seconds, SecondsOrZero
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.core.settings import Count, Positive, Seconds, SecondsOrZero, SomeBytes
+from npu_gr.engine.cost import CostModel
 
 
 class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +26,20 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_joiners: Count = 64  # ranks that wait for one producer; a limit against bots
     brownout_tokens: Count = 512  # that a rank without prefix reads when the brown-out truncates
     max_remembered: Count = 100_000  # users whose last signal is remembered
+
+
+class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which signals lead to a pre-infer."""
+
+    policy: Literal["at_risk", "always"] = "at_risk"  # always: every prefix that is long enough, if there is room
+    min_prefix_tokens: Count = 64  # shorter prefixes are never produced
+    max_inflight: Count = 8  # pre-infers and reloads at once
+    rank_budget_s: Seconds | None = None  # B_rank; None = slo.rank_s
+    margin_s: SecondsOrZero = 0.005  # part of B_rank for everything but queue and device
+    num_candidates: Annotated[int, msgspec.Meta(ge=0)] = 200  # c, for a signal that does not say
+    q_m_per_s: Positive | None = None  # Q_m, measured by `npu-gr calibrate`; None = no limit on the rate
+    q_m_fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8  # share of Q_m that pre-infers may take
+    burst_s: Seconds = 0.5  # the bucket holds this many seconds of its rate
 
 
 @dataclass(slots=True)
@@ -49,3 +65,24 @@ class LiveSettings:
     def max_uncached_tokens(self) -> int | None:
         """The most tokens that a rank may compute itself; None = no limit."""
         return self.relay.brownout_tokens if self.brownout >= Brownout.TRUNCATE else None
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The measurements of `npu-gr calibrate`, kept in a file beside the configuration that they belong to.
+
+    One checkpoint on one device under one traffic. The symbols are those of `trigger.py`.
+    """
+
+    version: str  # of the checkpoint
+    device: str  # its name and kernels
+    cost: CostModel  # seconds
+    copy_bytes_per_s: Positive  # from DRAM to HBM
+    kv_token_bytes: SomeBytes  # keys and values of one token, all layers
+    kv_p99_tokens: Count  # P99 of the length of a prefix
+    t_life_s: Seconds  # T_life: P99 of the time from a signal to the end of its rank
+    q_m_per_s: Positive  # Q_m: pre-infers of kv_p99_tokens tokens a second, on a device that does nothing else
+
+
+def beside(config_path: Path) -> Path:
+    """Return the path of the calibration file of a configuration file."""
+    return config_path.with_suffix(".calibration.yaml")

@@ -12,9 +12,9 @@ from typing import Protocol, TypeVar
 
 from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.job import JobOrder, JobResult
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.queue import JobOrder, JobResult
 
 
 class Prefix(Protocol):
@@ -43,17 +43,12 @@ P = TypeVar("P", bound=Prefix)
 P_in = TypeVar("P_in", bound=Prefix, contravariant=True)
 
 
-class Encoder(Protocol[P_in]):
-    """An engine that encodes prefixes into pages."""
+class DeviceEstimates(Protocol):
+    """What an `Encoder` predicts of its device."""
 
     @property
     def cost(self) -> CostModel:
         """Predicts the seconds of a pass."""
-        ...
-
-    @property
-    def copy_bytes_per_s(self) -> float:
-        """Bandwidth from DRAM to HBM."""
         ...
 
     @property
@@ -64,6 +59,15 @@ class Encoder(Protocol[P_in]):
     @property
     def objective_s(self) -> float:
         """SLO objective of a request in seconds from its arrival: sets its place in the queue."""
+        ...
+
+
+class Encoder(DeviceEstimates, Protocol[P_in]):
+    """An engine that encodes prefixes into pages."""
+
+    @property
+    def copy_bytes_per_s(self) -> float:
+        """Bandwidth from DRAM to HBM."""
         ...
 
     @property

@@ -1,10 +1,16 @@
 """The producers of one relay: at most one for each prefix key. They fill HBM entries in the background.
 
-A rank that needs the prefix meanwhile joins its producer. The first such rank adopts a prefill instead: the prefill
-stops after the chunk that runs, and the rank encodes the rest in its own pass. That costs less than the rest of the
-prefill and then a rank, and never more than a full inference.
+    RUNNING ---adopt---> STOPPING ---its task has stopped---> ADOPTED ---release---> ENDED, or RUNNING again
+       |                    |                                                          if others still wait for it
+       |                    +--the adopter goes away--> DESERTED --its task has stopped--> ENDED, or RUNNING again
+       +--published, failed, erased--> ENDED
 
-Source: RelayGR (arXiv:2601.01712), memory-aware expander. `docs/relay.md` draws the states.
+A rank that needs the prefix meanwhile joins its producer. The first such rank adopts a prefill instead:
+the prefill stops after the chunk that runs, and the rank encodes the rest in its own pass. That costs
+less than the rest of the prefill and then a rank, and never more than a full inference.
+
+Source: RelayGR (arXiv:2601.01712), memory-aware expander. `docs/relay.md` draws all states with the
+events that move a producer.
 Invariant: however a producer ends, nothing that it reserved, leased or counted stays behind. Held by
 tests/relay/test_producers.py.
 """
@@ -12,23 +18,185 @@ tests/relay/test_producers.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum, auto
 from functools import partial
-from typing import Generic
+from typing import Any, Generic
 
-from npu_gr.core.errors import ResourceError
+from npu_gr.core.errors import DeadlineExceeded, ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Verdict
 from npu_gr.core.shares import Account
-from npu_gr.engine.job import JobOrder
-from npu_gr.engine.kv.dram_store import DramEntry
-from npu_gr.engine.kv.keys import ByUser, PrefixKey
 from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv.tier import ByUser, DramEntry, PrefixKey
+from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.background import BackgroundTasks
-from npu_gr.relay.encoder import P
-from npu_gr.relay.filler import PrefixFiller
-from npu_gr.relay.producer import Adoption, Producer, ProducerKind, ProducerState
+from npu_gr.relay.encoder import Encoder, P
+
+
+class ProducerKind(StrEnum):
+    """The work that fills the entry; the value is its label in metrics."""
+
+    PREFILL = "prefill"  # the device encodes tokens
+    RELOAD = "reload"  # a copy from DRAM
+
+
+class ProducerState(Enum):
+    """Who fills the entry now. In every state but ENDED the entry is reserved, and ranks may join."""
+
+    RUNNING = auto()  # its task does
+    STOPPING = auto()  # its task, which a rank waits for to end with the chunk that runs
+    DESERTED = auto()  # its task, which ends with the chunk that runs; the rank that wanted that has gone
+    ADOPTED = auto()  # the pass of a rank; there is no task
+    ENDED = auto()  # nobody: the entry was published, or never will be
+
+
+@dataclass(slots=True, eq=False)
+class Producer:
+    """One prefix on its way into HBM."""
+
+    entry: PrefixEntry
+    kind: ProducerKind
+    fill: Callable[[Producer], Coroutine[Any, Any, None]]  # fills and publishes the entry, unless it is stopped before
+    order: JobOrder  # of its work in the device queue
+    state: ProducerState = ProducerState.RUNNING
+    task: asyncio.Task[None] | None = None  # None = no task has run: it began with a rank
+    adoption: Adoption | None = None  # by the rank that stops it, or whose pass fills the entry
+    encoded_tokens: int = 0  # that the pages held when its task stopped
+    joiners: int = 0  # ranks that wait for it
+    is_divisible: bool = True  # as of the prefix: a rank can go on where its task has stopped
+    gives_way: bool = False  # to another tenant: its task is cancelled, and ends with the chunk that runs
+    ended: asyncio.Future[None] = field(init=False)  # done in state ENDED
+
+    @property
+    def key(self) -> PrefixKey:
+        """The key of the prefix."""
+        return self.entry.key
+
+    @property
+    def is_adoptable(self) -> bool:
+        """Whether a rank may encode the rest itself: it is a prefill, no rank has adopted it, and none waits for it.
+
+        A prefill in one piece has no rest: a rank joins it.
+        """
+        has_task = self.state in (ProducerState.RUNNING, ProducerState.DESERTED)
+        return self.kind is ProducerKind.PREFILL and self.is_divisible and has_task and not self.joiners
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether a task fills the entry, not only the pass of a rank."""
+        return self.task is not None and not self.task.done() and not self.gives_way
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether nobody needs it yet: it is a prefill that no rank waits for."""
+        is_running = self.kind is ProducerKind.PREFILL and self.state is ProducerState.RUNNING
+        return is_running and self.is_at_work and not self.joiners
+
+
+class Adoption:
+    """A rank's right to fill the rest of a producer's entry in its own pass, and then to publish it.
+
+    The right ends with `release`, which the rank calls however it ends. A released adoption never affects a rank that
+    has adopted the same producer since.
+    """
+
+    def __init__(self, producer: Producer, on_release: Callable[[Producer], None]) -> None:
+        self.producer = producer
+        self._on_release = on_release
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the rank may still write into the entry, and publish it."""
+        return self.producer.adoption is self
+
+    def release(self) -> None:
+        """End the adoption. Joined ranks get the prefix if it was published; otherwise a task fills the rest for them.
+
+        A second call does nothing.
+        """
+        if self.is_held:
+            self.producer.adoption = None
+            self._on_release(self.producer)
+
+
+class PrefixFiller(Generic[P]):
+    """Fills the entry of a producer and publishes it. Event loop only."""
+
+    def __init__(self, engine: Encoder[P], tiers: Tiers, max_reloads: int) -> None:
+        """`max_reloads`: copies from DRAM at once."""
+        self._engine = engine
+        self._tiers = tiers
+        self._max_reloads = max_reloads
+        self._reload_slots = asyncio.Semaphore(max_reloads)
+
+    def reconfigure(self, max_reloads: int) -> None:
+        """Change the limit for later reloads. Reloads of now give their slots back to the limit before."""
+        if max_reloads != self._max_reloads:
+            self._max_reloads = max_reloads
+            self._reload_slots = asyncio.Semaphore(max_reloads)
+
+    def reload_s(self, num_tokens: int, num_reloading: int) -> float:
+        """Predict the seconds of a reload of `num_tokens` tokens behind `num_reloading` others."""
+        copy_s = self._tiers.pool.arena.layout.bytes(num_tokens) / self._engine.copy_bytes_per_s
+        return copy_s * (1 + num_reloading // self._max_reloads)
+
+    async def compute(self, tokens: P, base: PrefixEntry | None, deadline_at: float, producer: Producer) -> None:
+        """Encode a prefix, from where the producer was stopped before.
+
+        Args:
+            tokens: the whole prefix.
+            base: a leased resident prefix of the same history, to copy instead of encoding it again; None = none.
+            deadline_at: instant of the clock; what has not begun by then is dropped.
+            producer: whose entry to fill. If its order is cancelled at a step, its `encoded_tokens` say how far it got.
+        """
+        entry = producer.entry
+        runs = tuple(entry.runs)
+        arena = self._tiers.pool.arena
+        first = producer.encoded_tokens
+        if base is not None and not first:
+            await self._engine.copy(arena, base.runs, arena, runs, base.num_tokens, deadline_at, producer.order)
+            first = base.num_tokens
+        encoded_tokens = await self._engine.prefill(tokens, runs, deadline_at, producer.order, first)
+        if encoded_tokens < len(tokens):
+            producer.encoded_tokens = encoded_tokens
+        elif self._tiers.pool.publish(entry, tokens.timestamps) and base is not None:
+            self._tiers.pool.drop(base)  # its readers go on; nobody else needs the shorter prefix
+
+    async def reload(self, copy: DramEntry, patience_s: float, deadline_at: float, producer: Producer) -> None:
+        """Copy a prefix back from DRAM.
+
+        Args:
+            copy: the prefix in DRAM.
+            patience_s: how long to wait for a reload slot.
+            deadline_at: instant of the clock; a copy that has not begun by then is dropped.
+            producer: whose entry to fill.
+
+        Raises:
+            DeadlineExceeded: no slot came free in time. StaleEntry: the DRAM pages were reused during the copy.
+        """
+        pool, dram = self._tiers
+        slots = self._reload_slots  # the slot goes back to the limit that gave it
+        assert dram is not None, "the copy lies in it"
+        with dram.lease(copy):
+            try:
+                await asyncio.wait_for(slots.acquire(), patience_s)
+            except TimeoutError as error:
+                raise DeadlineExceeded("no turn to reload came in time") from error
+            try:
+                dram.verify(copy)
+                runs = producer.entry.runs
+                await self._engine.copy(
+                    dram.arena, copy.runs, pool.arena, runs, copy.num_tokens, deadline_at, producer.order
+                )
+                dram.verify(copy)
+            finally:
+                slots.release()
+        assert copy.timestamps is not None, "only complete copies are found"
+        pool.publish(producer.entry, copy.timestamps)
 
 
 class Producers(Generic[P]):

@@ -4,7 +4,7 @@
     rank    ->  PrefixFinder what to use, of what exists      ->  Lease       held while the rank runs
                                                               ->  Spills      used prefixes are copied to DRAM
 
-A prefix is identified by (user, model version, KV layout, fingerprint). `find.py` says which prefix a rank uses;
+A prefix is identified by (user, model version, KV layout, fingerprint). `lookup.py` says which prefix a rank uses;
 `docs/relay.md` tells the life of a signal and of a lease, and draws the states of a producer and of a page.
 
 Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference and memory-aware expander.
@@ -27,26 +27,17 @@ import msgspec
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.kv.prefix_pool import PrefixEntry
 from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix
-from npu_gr.relay.background import BackgroundTasks
-from npu_gr.relay.calibration import Calibration
-from npu_gr.relay.config import LiveSettings, RelayConfig
+from npu_gr.relay.background import BackgroundTasks, Overwrites, Spills
+from npu_gr.relay.config import Calibration, LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.encoder import Encoder, P
-from npu_gr.relay.filler import PrefixFiller
-from npu_gr.relay.finder import FoundPrefix, PrefixFinder
-from npu_gr.relay.inventory import Inventory
-from npu_gr.relay.measured import RelayMeasurements
-from npu_gr.relay.overwrites import Overwrites
-from npu_gr.relay.producer import Adoption, ProducerKind
-from npu_gr.relay.producers import Producers
+from npu_gr.relay.lookup import FoundPrefix, Inventory, LastSignals, PrefixFinder, RankTime
+from npu_gr.relay.producers import Adoption, PrefixFiller, ProducerKind, Producers
 from npu_gr.relay.production import Production
-from npu_gr.relay.rank_time import RankTime
-from npu_gr.relay.signals import LastSignals
-from npu_gr.relay.spills import Spills
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.trigger import RelayMeasurements
 
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})  # all tenants are equal
 
@@ -103,7 +94,7 @@ class Relay(Generic[P]):
         self._overwrites = Overwrites(engine, tiers)
         self._filler = PrefixFiller(engine, tiers, config.max_reloads)
         self.producers = Producers(self._filler, tiers.pool, self._background, clock)
-        self.spills = Spills(engine, tiers, self._background)
+        self.spills = Spills(self.settings, engine, tiers, self._background)
         self._signals = LastSignals(self.settings)
         inventory = Inventory(self.settings, engine, tiers, self._filler, self.producers, self._signals, model_version)
         self._finder = PrefixFinder(self.settings, inventory, self.producers, tiers.pool, clock)
@@ -123,7 +114,7 @@ class Relay(Generic[P]):
         self.tiers.weigh(tenant_weights)
         self._filler.reconfigure(config.max_reloads)
         self.measured.reconfigure()
-        self.tiers.pool.t_life_s = config.t_life_s
+        self.tiers.pool.waits.t_life_s = config.t_life_s
         self._learn_waits()
 
     @property
@@ -178,13 +169,6 @@ class Relay(Generic[P]):
         rank_time = RankTime(self.settings.relay, self._engine, self._clock, len(tokens), num_candidates, deadline_at)
         return _Leasing(self, user, tokens, rank_time, while_waiting)
 
-    async def _find(
-        self, user: UserKey, tokens: P, time: RankTime, while_waiting: Callable[[], AbstractContextManager[None]]
-    ) -> FoundPrefix:
-        if time.config.enabled and time.num_tokens:
-            return await self._finder.find(user, tokens, time, while_waiting)
-        return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if time.config.enabled else Reason.DISABLED)
-
     def _rank_ended(self, user: UserKey) -> None:
         waited_s = self._signals.rank_ended(user, self._clock())
         if waited_s is not None:
@@ -193,54 +177,10 @@ class Relay(Generic[P]):
 
     def _learn_waits(self) -> None:
         """Tell the pool how long prefixes usually wait for their ranks."""
-        self.tiers.pool.usual_wait_s = min(self.t_life_s, self.measured.t_life_p99_s.value)
-
-    def _granted(
-        self, found: FoundPrefix, user: UserKey, tokens: P, rank_time: RankTime
-    ) -> AbstractContextManager[Lease]:
-        """Turn what was found into a lease: read it, continue it, or else compute everything, or what fits."""
-        if found.entry is not None:
-            return _Reading(self, found, found.entry)
-        if found.adoption is not None:
-            self.on_first_use(0.0)
-            return self._writing(found, found.adoption, tokens)
-        first = rank_time.first_token
-        reason = found.reason
-        limit = self.settings.max_uncached_tokens
-        if limit is not None and len(tokens) - first > limit:
-            first = len(tokens) - limit
-            reason = Reason.BROWNOUT
-        if first:
-            return nullcontext(Lease(outcome=Outcome.DEGRADED, reason=reason, first_token=first))
-        adoption = self._production.keep(user, tokens)
-        if adoption is None:
-            return nullcontext(Lease(outcome=found.outcome, reason=reason))
-        return self._writing(found, adoption, tokens)
-
-    @contextmanager
-    def _writing(self, found: FoundPrefix, adoption: Adoption, tokens: P) -> Iterator[Lease]:
-        """Let the rank's own pass fill an entry. If the block succeeds, publish it and copy it to DRAM."""
-        entry = adoption.producer.entry
-        runs = tuple(entry.runs)
-        encoded = adoption.producer.encoded_tokens
-        try:
-            yield Lease(
-                outcome=found.outcome,
-                reason=found.reason,
-                cached=CachedPrefix(runs, encoded) if encoded else None,
-                keep=runs,
-                discard=adoption.release,
-            )
-            if adoption.is_held and self.tiers.pool.publish(entry, tokens.timestamps):
-                with self.tiers.pool.lease(entry, consume=True):
-                    pass  # its rank has just been served: from now on the entry may be evicted
-                self._spill(entry)
-        finally:
-            adoption.release()
+        self.tiers.pool.waits.usual_s = min(self.t_life_s, self.measured.t_life_p99_s.value)
 
     def _spill(self, entry: PrefixEntry) -> None:
-        if self.settings.uses_dram:
-            self.spills.start(entry, self._clock() + self.t_life_s)  # behind every rank and prefill of now
+        self.spills.start(entry, self._clock() + self.t_life_s)  # behind every rank and prefill of now
 
     # ---- the end
 
@@ -278,7 +218,7 @@ class Relay(Generic[P]):
 
 
 class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
-    """The block of `Relay.lease`."""
+    """The block of `Relay.lease`: finds a prefix, and holds what came of it."""
 
     __slots__ = ("_held", "_relay", "_time", "_tokens", "_user", "_while_waiting")
 
@@ -297,13 +237,11 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
         self._while_waiting = while_waiting
 
     async def __aenter__(self) -> Lease:
-        relay = self._relay
-        found = await relay._find(self._user, self._tokens, self._time, self._while_waiting)
         try:
-            self._held = relay._granted(found, self._user, self._tokens, self._time)
+            self._held = self._granted(await self._find())
             return self._held.__enter__()
         except BaseException:
-            relay._rank_ended(self._user)
+            self._relay._rank_ended(self._user)
             raise
 
     async def __aexit__(self, *raised: Any) -> None:
@@ -311,6 +249,55 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
             self._held.__exit__(*raised)
         finally:
             self._relay._rank_ended(self._user)
+
+    async def _find(self) -> FoundPrefix:
+        time = self._time
+        if time.config.enabled and time.num_tokens:
+            return await self._relay._finder.find(self._user, self._tokens, time, self._while_waiting)
+        return FoundPrefix(Outcome.MISS_FULL, Reason.NOT_AT_RISK if time.config.enabled else Reason.DISABLED)
+
+    def _granted(self, found: FoundPrefix) -> AbstractContextManager[Lease]:
+        """Turn what was found into a lease: read it, continue it, or else compute everything, or what fits."""
+        relay = self._relay
+        if found.entry is not None:
+            return _Reading(relay, found, found.entry)
+        if found.adoption is not None:
+            relay.on_first_use(0.0)
+            return self._writing(found, found.adoption)
+        first = self._time.first_token
+        reason = found.reason
+        limit = relay.settings.max_uncached_tokens
+        if limit is not None and len(self._tokens) - first > limit:
+            first = len(self._tokens) - limit
+            reason = Reason.BROWNOUT
+        if first:
+            return nullcontext(Lease(outcome=Outcome.DEGRADED, reason=reason, first_token=first))
+        adoption = relay._production.keep(self._user, self._tokens)
+        if adoption is None:
+            return nullcontext(Lease(outcome=found.outcome, reason=reason))
+        return self._writing(found, adoption)
+
+    @contextmanager
+    def _writing(self, found: FoundPrefix, adoption: Adoption) -> Iterator[Lease]:
+        """Let the rank's own pass fill an entry. If the block succeeds, publish it and copy it to DRAM."""
+        pool = self._relay.tiers.pool
+        entry = adoption.producer.entry
+        runs = tuple(entry.runs)
+        encoded = adoption.producer.encoded_tokens
+        try:
+            yield Lease(
+                outcome=found.outcome,
+                reason=found.reason,
+                cached=CachedPrefix(runs, encoded) if encoded else None,
+                keep=runs,
+                discard=adoption.release,
+            )
+            if adoption.is_held and pool.publish(entry, self._tokens.timestamps):
+                with pool.lease(entry, consume=True):
+                    pass  # its rank has just been served: from now on the entry may be evicted
+                self._relay._spill(entry)
+        finally:
+            adoption.release()
 
 
 class _Reading(AbstractContextManager[Lease]):
@@ -327,7 +314,7 @@ class _Reading(AbstractContextManager[Lease]):
         relay, entry = self._relay, self._entry
         pool = relay.tiers.pool
         if not entry.consumed:
-            relay.on_first_use(relay._clock() - (entry.expires_at - pool.t_life_s))
+            relay.on_first_use(relay._clock() - (entry.expires_at - pool.waits.t_life_s))
         self._held = pool.lease(entry, consume=True)
         self._held.__enter__()
         cached = CachedPrefix(tuple(entry.runs), entry.num_tokens)

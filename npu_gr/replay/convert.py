@@ -23,8 +23,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, RANK
 from npu_gr.core.settings import Count, Positive
-from npu_gr.features.interactions import Interactions
-from npu_gr.features.lines import read_lines
+from npu_gr.features.interactions import Interactions, read_lines
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 
 LIKE = 4.0  # the least rating that counts as a like

@@ -22,12 +22,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Itera
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from urllib.parse import quote
 
 import aiohttp
 import msgspec
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers, placing_headers
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import SIGNAL, Routing
 from npu_gr.replay.body import HistoryMode, SentHistories, encode
@@ -204,7 +203,7 @@ class _Player:
         path = kind.path.lstrip("/")  # relative to the session's base
         timeout = aiohttp.ClientTimeout(total=budget_ms * 1e-3 + PATIENCE_S)
         # the user stands in a header too: a router reads it there to place the request
-        headers = {"X-Request-Timeout-Ms": f"{budget_ms:.3f}", "X-User-Id": quote(record.user_id)}
+        headers = {"X-Request-Timeout-Ms": f"{budget_ms:.3f}", **placing_headers(record.user_id)}
         try:
             async with self._http.request(kind.method, path, data=body, headers=headers, timeout=timeout) as response:
                 return await response.read(), "" if response.ok else str(response.status)

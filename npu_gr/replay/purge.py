@@ -1,4 +1,4 @@
-"""Remove the records of erased users from recordings: `npu-gr record purge FOLDER`, and a process beside an instance.
+"""Remove the records of erased users from recordings: `npu-gr record --purge FOLDER`, and a process beside an instance.
 
 A file that holds such records is written anew beside itself, synced, and renamed over; until then it is whole. A line
 that is no record is removed too, because nobody can tell whose it is. A file that is being written (`.part`) is not

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
 
 PERIOD_S = 5.0  # from one status to the next

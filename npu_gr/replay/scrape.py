@@ -9,7 +9,7 @@ import time
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.replay.report import TierSample
 
 METRIC = "npu_gr_kv_bytes"

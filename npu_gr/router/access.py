@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.keys import Key
-from npu_gr.access.throttle import Throttle
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.kinds import ERASE, Scope
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.request import RequestHead
 from npu_gr.router.routes import Handling, Route
+from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.keys import Key
+from npu_gr.server.auth.throttle import Throttle
 
 _EVERYWHERE = Handling.EVERYWHERE
 _ERASED_PREFIX = ERASE.path.partition("{")[0].encode()

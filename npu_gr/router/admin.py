@@ -18,13 +18,13 @@ from prometheus_client import generate_latest
 from prometheus_client.aiohttp import make_aiohttp_handler
 
 from npu_gr import __version__
-from npu_gr.access.browsers import is_loopback_name, refuse_foreign_pages
-from npu_gr.access.rules import ROUTER_ADMIN
 from npu_gr.core.errors import BadRequest, NpuGrError, Unauthorized, UnsupportedMedia
 from npu_gr.metrics import status
 from npu_gr.router.access import Access, placed_by
 from npu_gr.router.instance import InstanceState
 from npu_gr.router.router import Router
+from npu_gr.server.auth.browsers import is_loopback_name, refuse_foreign_pages
+from npu_gr.server.auth.rules import ROUTER_ADMIN
 from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.debug.profile import Profiler
 from npu_gr.server.debug.routes import DebugRoutes

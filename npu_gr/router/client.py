@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.router.alarm import NEVER, Alarm
 from npu_gr.router.answers import CONTINUE, Refused
 from npu_gr.router.exchange import Exchange
 from npu_gr.router.reader import RequestReader
 from npu_gr.router.request import RequestHead
 from npu_gr.router.router import Router
+from npu_gr.server.tls_listener import bound_read_ahead
 
 _MAX_PIPELINED = 16
 _LINGER_S = 2.0  # after an answer that came before the whole request: time for the client to read it

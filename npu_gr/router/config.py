@@ -10,13 +10,13 @@ from typing import Annotated
 
 import msgspec
 
-from npu_gr.access.browsers import is_loopback_name
-from npu_gr.access.tls import ClientTlsConfig, ServerTlsConfig
 from npu_gr.core import settings
+from npu_gr.core.setting_types import IN_BYTES
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
-from npu_gr.core.units import IN_BYTES
+from npu_gr.core.tls import ClientTlsConfig, ServerTlsConfig
 from npu_gr.core.words import whole
 from npu_gr.router.ring import NAME
+from npu_gr.server.auth.browsers import is_loopback_name
 
 NoneOrMore = Annotated[int, msgspec.Meta(ge=0)]
 NoneOrSome = Annotated[float, msgspec.Meta(ge=0)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from npu_gr.access.tls import ClientTls
+from npu_gr.core.tls import ClientTls
 from npu_gr.router.config import InstanceConfig, RouterConfig
 
 

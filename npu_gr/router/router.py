@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from npu_gr.access.tls import following
 from npu_gr.core.errors import BadRequest, Overloaded, Unavailable
+from npu_gr.core.tls import following
 from npu_gr.router.access import Access
 from npu_gr.router.again import AnswerTimes, RetryBudget
 from npu_gr.router.answers import plain

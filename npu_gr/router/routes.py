@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from npu_gr.access.rules import Rule, rules
 from npu_gr.core.kinds import KINDS, Routing, Scope
+from npu_gr.server.auth.rules import Rule, rules
 
 
 class Handling(StrEnum):

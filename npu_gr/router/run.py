@@ -12,12 +12,10 @@ from ssl import SSLContext
 
 from prometheus_client import CollectorRegistry
 
-from npu_gr.access.browsers import is_loopback_name
-from npu_gr.access.tls import ServerTls, following
-from npu_gr.access.tls_listener import TlsListener
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.signals import stop_signals
 from npu_gr.core.tasks import running
+from npu_gr.core.tls import ServerTls, following
 from npu_gr.router.admin import build_admin_app
 from npu_gr.router.admin_runner import AdminRunner
 from npu_gr.router.client import ClientConnection
@@ -25,7 +23,9 @@ from npu_gr.router.config import RouterConfig
 from npu_gr.router.handover import BACKLOG, Taken, ask, bind, offering
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
+from npu_gr.server.auth.browsers import is_loopback_name
 from npu_gr.server.loop_lag import probe_loop_lag
+from npu_gr.server.tls_listener import TlsListener
 
 log = logging.getLogger(__name__)
 

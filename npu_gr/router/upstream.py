@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.server.headers import NOT_TAKEN
+from npu_gr.server.tls_listener import bound_read_ahead
 
 # Statuses whose answers have no body, whatever their headers say.
 BODILESS = (204, 304)

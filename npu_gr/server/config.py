@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from npu_gr.access.browsers import is_loopback_name
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Bytes, Count, Seconds, SecondsOrZero, SomeBytes
+from npu_gr.core.tls import ServerTlsConfig
+from npu_gr.server.auth.browsers import is_loopback_name
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,16 +22,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admin_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8081  # 0 = any free one; host and port = one for both
     # gRPC at `host`, in clear or with the certificate of `tls`: 0 = any free one, None = no gRPC; needs the extra grpc
     grpc_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    workers: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0  # processes for HTTP in front of the engine's; 0 = the same
+    # HAProxy's agent-check at `host`: how many requests the instance takes at once; 0 = any free one, None = no agent
+    agent_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     backlog: Count = 4096  # connections that the kernel accepts before the event loop does
-    max_connections: Count = 4096  # and as many as the limit of open files allows; idle ones make room for new ones
-    max_receiving_bytes: Bytes = 268_435_456  # of bodies that arrive or wait; counted before they are read
+    max_receiving_bytes: Bytes = 268_435_456  # of bodies that have arrived and are not answered
     max_body_bytes: SomeBytes = 4_194_304  # twice what the longest lists take; a larger one stops the event loop longer
-    header_timeout_s: Seconds = 5.0  # for the headers of a request, and for the first byte of a connection
     body_timeout_s: Seconds = 10.0  # for the body; the request's own time budget holds too
     idle_timeout_s: Seconds = 75.0  # between two requests of a connection
-    write_timeout_s: Seconds = 10.0  # for a caller to read its answer
-    trusted_proxies: list[str] = []  # addresses or networks of routers: their connections are refused, never paced
+    trusted_proxies: list[str] = []  # addresses or networks of proxies: a rejection to them is never delayed
     max_candidates: Count = 10_000  # of one rank
     max_history_events: Count = 65_536  # of one request; the model may read fewer of them
     max_feature_values: Count = 262_144  # of all candidates of one rank, or all events of one history, together
@@ -49,8 +47,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tls: ServerTlsConfig | None = None  # certificate and key of the addresses; None = in clear
 
     def __post_init__(self) -> None:
-        if self.grpc_port == 0 and self.workers:
-            raise ValueError(f"grpc_port: 0, any free one, and workers: {self.workers}, which share one: name a port")
         if self.grpc_port and self.grpc_port in (self.port, self.admin_port):
             raise ValueError(f"grpc_port: {self.grpc_port} is the port of HTTP too")
         if self.grpc_port is not None and self.tls is not None and self.tls.min_version == "1.3":

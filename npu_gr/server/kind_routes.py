@@ -11,17 +11,17 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from aiohttp import web
 
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.keys import Key
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
+from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.keys import Key
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.base import B, Codec, Shown, UrlParts
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.headers import budget_s
-from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, USER, slot_of
+from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, PERMIT, USER
 from npu_gr.server.reading import Reader
 from npu_gr.server.responses import accepted_media, require_ready, struct_response
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -48,10 +48,7 @@ def kind_handlers(
 
 def kind_routes(handlers: Mapping[str, Callable[[web.Request], Awaitable[web.Response]]]) -> list[web.RouteDef]:
     """Make the routes of all kinds."""
-    return [
-        web.route(kind.method, _pattern(kind.path), handlers[kind.name], expect_handler=_continued)
-        for kind in KINDS.values()
-    ]
+    return [web.route(kind.method, _pattern(kind.path), handlers[kind.name]) for kind in KINDS.values()]
 
 
 def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str]:
@@ -71,10 +68,6 @@ def _path_variables(kind: Kind[Any, Any], request: web.Request) -> dict[str, str
         return {name: unquote_to_bytes(sent[len(prefix) :].encode(errors="surrogateescape")).decode()}
     except UnicodeDecodeError:
         raise BadRequest(f"{name}: not UTF-8 after decoding") from None
-
-
-async def _continued(_: web.Request) -> None:
-    """Do nothing: the connection has asked for the body before the handler began."""
 
 
 def _pattern(path: str) -> str:
@@ -151,7 +144,7 @@ async def ask(
     request: web.Request, kind: Kind[Q, A], parsed: Q, shown: Shown, service: ServiceProtocol, until_at: float
 ) -> A:
     """Ask the service, and note its answer for the middleware. Raises as `ServiceProtocol.serve` does."""
-    answer = await service.serve(kind, parsed, _left_s(request, until_at), slot_of(request), shown)
+    answer = await service.serve(kind, parsed, _left_s(request, until_at), request.get(PERMIT), shown)
     request[ANSWER] = cast("Answer", answer)
     return answer
 

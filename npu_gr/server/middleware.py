@@ -1,38 +1,50 @@
-"""What is around every handler: id, trace, the key's scope, errors, counts and the access log's line."""
+"""What every request passes: id, trace, address, key, body, admission, handler, errors, counts, the access log.
+
+head --> address, page, key, media --> body --> admission --> handler --> id and trace of the answer
+|                           |          |             |
+'---- 401 403 404 415 ------+-- 408 ---+-- 429 ------+-- every error becomes an answer here
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from npu_gr.access.browsers import refuse_foreign_pages
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.access.keys import Key
-from npu_gr.access.rules import PAGES, Rule, rules
-from npu_gr.admission.door import Slot
-from npu_gr.core.errors import NotFound, Overloaded, UnsupportedMedia
+from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, Unauthorized, UnsupportedMedia
 from npu_gr.core.history import UserKey
-from npu_gr.core.kinds import KINDS
+from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.trace import CURRENT
+from npu_gr.metrics.trace import CURRENT, Trace
 from npu_gr.server import headers
 from npu_gr.server.access_log import AccessLog, EndedRequest
+from npu_gr.server.admission.controller import Permit
+from npu_gr.server.admission.middleware import REJECTED, Admission
+from npu_gr.server.auth.browsers import refuse_foreign_pages
+from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.keys import Key
+from npu_gr.server.auth.rules import PAGES, Address, Rule, rules
+from npu_gr.server.auth.throttle import Throttle
 from npu_gr.server.codec.media import check_type
-from npu_gr.server.entrance.connection import Connection
+from npu_gr.server.config import ServerConfig
 from npu_gr.server.problem import from_error
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Around = Callable[[Handler, str, web.Request], Awaitable[web.StreamResponse]]  # of a handler, and its route's pattern
 
 ID = web.RequestKey("request_id", str)
-ARRIVED_AT = web.RequestKey("arrived_at", float)  # its first byte: what the caller grants counts from here
+ARRIVED_AT = web.RequestKey("arrived_at", float)  # its head: the client's time budget counts from here
+WHOLE_AT = web.RequestKey("whole_at", float)  # the end of its body; before that its head
+LEFT_S = web.RequestKey("left_s", float)  # what was left of the budget then
+PERMIT = web.RequestKey("permit", Permit)  # absent until it is admitted
 KEY = web.RequestKey("key", Key)  # absent where the route needs none
 # set by the handler of the kinds, as far as it comes
 PARSED_AT = web.RequestKey("parsed_at", float)
@@ -41,146 +53,200 @@ ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignor
 
 NO_ROUTE = "none"  # in the place of a pattern
 OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
-_CLOSING = (401, 413, 415)  # after these an answer closes its connection: the caller must begin anew
+EVERYTHING = Address()  # of a listener that is not ours
+_NO_LIMIT_S = float("inf")
+_CLOSING = (401, 408, 413, 415)  # after these an answer closes its connection: the caller must begin anew
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
 
-def around(
-    service: ServiceProtocol,
-    metrics: Metrics,
-    keys: KeyRing,
-    access_log: AccessLog,
-    tracing: Tracing,
-) -> Around:
-    """Make the one function that every request goes through.
+class Pipeline:
+    """What every request passes before and after its handler: the middleware of the application."""
 
-    Args:
-        service: asked whether it is ready: while it is not, answers close their connections.
-        metrics: counts every request, with its kind where the route belongs to one.
-        keys: in force; the rules say which route needs one, and its scope.
-        access_log: gets every request at its end.
-        tracing: makes the ids, and the spans of sampled requests.
-    """
-    kinds = {(kind.method, path): kind.name for kind in KINDS.values() for path in kind.paths}
-    rule_of = rules()
-    health_paths = {path for (_, path), rule in rule_of.items() if rule.scope is None and path not in PAGES}
+    def __init__(
+        self,
+        service: ServiceProtocol,
+        metrics: Metrics,
+        keys: KeyRing,
+        admission: Admission,
+        access_log: AccessLog,
+        tracing: Tracing,
+        config: ServerConfig,
+    ) -> None:
+        """Pass nothing yet.
 
-    async def handle(handler: Handler, route: str, request: web.Request) -> web.StreamResponse:
-        connection = request.protocol if isinstance(request.protocol, Connection) else None
-        arrived_at, whole_at, has_s = _came(connection)
+        Args:
+            service: asked whether it is ready: while it is not, answers close their connections.
+            metrics: counts every request, with its kind where the route belongs to one.
+            keys: in force; the rules say which route needs one, and its scope.
+            admission: what requests of a kind pass before they are parsed.
+            access_log: gets every request at its end, but those that admission rejected.
+            tracing: makes the ids, and the spans of sampled requests.
+            config: time budgets.
+        """
+        self._service = service
+        self._metrics = metrics
+        self._keys = keys
+        self._admission = admission
+        self._access_log = access_log
+        self._tracing = tracing
+        self._config = config
+        self._wrong_keys = Throttle()
+        self._kinds = {(kind.method, path): kind for kind in KINDS.values() for path in kind.paths}
+        self._rules = rules()
+        self._health = {path for (_, path), rule in self._rules.items() if rule.scope is None and path not in PAGES}
+        # by port, or path of a Unix socket; what is not in it is served everything
+        self.addresses: dict[int | str, Address] = {}
+
+    def middleware(self) -> Any:
+        """Make aiohttp's middleware."""
+
+        @web.middleware
+        async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._handle(request, handler)
+
+        return handle
+
+    def malformed(self) -> None:
+        """Count a message that is no HTTP; aiohttp has answered it with 400."""
+        self._metrics.requests.broken(400)
+
+    def agent_line(self) -> bytes:
+        """Return what HAProxy's agent-check is told; see `Admission.agent_line`."""
+        return self._admission.agent_line(is_ready=self._service.is_ready()[0])
+
+    async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        arrived_at = time.monotonic()
+        route = _route(request)
+        kind = self._kinds.get((request.method, route))
         request_id = headers.request_id(request.headers)
-        request[ARRIVED_AT] = arrived_at
+        request[ARRIVED_AT] = request[WHOLE_AT] = arrived_at
         request[ID] = request_id
-        trace, span = tracing.begin(f"{request.method} {route}", request.headers.get("traceparent"))
+        trace, span = self._tracing.begin(f"{request.method} {route}", request.headers.get("traceparent"))
         CURRENT.set(trace)
-        metrics.requests.in_flight.inc()
+        self._metrics.requests.in_flight.inc()
         status = ABANDONED
-        failure = None
-        refusal = None
+        error: Exception | None = None
         try:
-            _check_address(request, connection, route)
-            if route not in health_paths:
-                _check_sender(request, connection)
-            _check_key(request, connection, keys, rule_of.get((_method(request), route)))
-            _check_media(request)
-            response = await handler(request)
+            response = await self._answer(request, handler, route, kind)
             status = response.status
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001  (the one translation of errors)
+        except Exception as failed:  # noqa: BLE001  (the one translation of errors)
+            error = failed
             response = from_error(error, request_id, is_inference=request.path.startswith("/v2"))
             status = response.status
-            failure = access_log.failed(error)
-            refusal = error.reason if isinstance(error, Overloaded) else None
         finally:
-            metrics.requests.in_flight.dec()
-            ended = EndedRequest(
-                kind=kinds.get((request.method, route)),
-                trace=trace,
-                request_id=request_id,
-                method=request.method,
-                route=route,
-                status=status,
-                duration_s=time.monotonic() - whole_at,
-                failure=failure,
-                key=request[KEY].name if keys.has_keys and KEY in request else None,
-                user=request.get(USER),
-                answer=request.get(ANSWER),
-            )
-            stages_s = ended.answer.stages_s if ended.answer else {}
-            metrics.requests.done(ended.kind, route, status, ended.duration_s, stages_s, refusal=refusal, has_s=has_s)
-            access_log.write(ended)
-            if span is not None:
-                tracing.end(span, stages_s, arrived_at, request.get(PARSED_AT), _span_attributes(ended))
+            self._metrics.requests.in_flight.dec()
+            self._admission.release(request)
+            self._ended(request, route, kind, trace, span, status, error)
+            error = None  # its traceback holds this frame: a cycle would wait for the collector
         response.headers[headers.REQUEST_ID] = request_id
         response.headers["traceparent"] = trace.header
-        if status in _CLOSING or not service.is_ready()[0]:
+        if status in _CLOSING or not self._service.is_ready()[0]:
             response.force_close()  # draining: let the balancer's connections go
         return response
 
-    return handle
+    async def _answer(
+        self, request: web.Request, handler: Handler, route: str, kind: Kind[Any, Any] | None
+    ) -> web.StreamResponse:
+        address = self._address(request)
+        path = request.path if route == NO_ROUTE else route
+        if not address.serves(path):
+            raise NotFound(f"{path}: not at this address; the public and the admin address serve different routes")
+        if route not in self._health:
+            is_loopback = address.refuses_foreign_hosts and not self._admission.is_proxy(request)
+            refuse_foreign_pages(request.headers, is_loopback=is_loopback)
+        rule = self._rules.get((_method(request), route))
+        if rule is None or rule.scope is not None:
+            await self._check_key(request, rule)
+        _check_media(request)
+        if kind is None or kind.must_finish:
+            await self._admission.receive(request, None, "", _NO_LIMIT_S, is_counted=address.is_public)
+            return await handler(request)
+        budget_s = headers.budget_s(request.headers, self._config.default_budget_s, self._config.max_budget_s)
+        tenant = request[KEY].tenant or ""
+        await self._admission.receive(request, kind, tenant, budget_s)
+        whole_at = request[WHOLE_AT] = time.monotonic()
+        left_s = request[LEFT_S] = budget_s - (whole_at - request[ARRIVED_AT])
+        with await self._admission.enter(request, kind, tenant, whole_at, left_s) as permit:
+            request[PERMIT] = permit
+            return await handler(request)
 
+    def _address(self, request: web.Request) -> Address:
+        name = None if request.transport is None else request.transport.get_extra_info("sockname")
+        return self.addresses.get(name[1] if isinstance(name, tuple) else name or "", EVERYTHING)
 
-def middleware(around_all: Around) -> Any:
-    """Make aiohttp's middleware, for what goes through its router."""
+    async def _check_key(self, request: web.Request, rule: Rule | None) -> None:
+        """Check that the client's key allows the request, and spend its rate.
 
-    @web.middleware
-    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        return await around_all(handler, _route(request), request)
+        Args:
+            request: gets `KEY`.
+            rule: of the route; None = there is no such route, which only clients with a key are told.
 
-    return handle
-
-
-def _check_key(request: web.Request, connection: Connection | None, keys: KeyRing, rule: Rule | None) -> None:
-    """Check that the caller's key allows the request; what comes through a connection was found, and counted, there.
-
-    Args:
-        request: gets `KEY`.
-        connection: that it came through.
-        keys: in force.
-        rule: of the route; None = there is no such route, which only callers with a key are told.
-
-    Raises:
-        Unauthorized: there is no valid key. Forbidden: it does not allow this. Overloaded: it is over its rate.
-    """
-    if rule is not None and rule.scope is None:
-        return
-    key = None if connection is None else connection.key
-    is_new = key is None
-    if key is None:
+        Raises:
+            Unauthorized: there is no valid key. Forbidden: it does not allow this. Overloaded: it is over its rate.
+        """
         sent = request.headers.get("Authorization")
-        key = keys.find(None if sent is None else sent.encode(errors="surrogateescape"))
-    request[KEY] = key
-    if rule is not None and rule.scope is not None:
-        keys.require(key, rule.scope)
-    if is_new:
-        keys.spend(key)
+        try:
+            key = self._keys.find(None if sent is None else sent.encode(errors="surrogateescape"))
+        except Unauthorized:
+            await asyncio.sleep(self._wrong_keys.hold_s())
+            raise
+        request[KEY] = key
+        if rule is not None and rule.scope is not None:
+            self._keys.require(key, rule.scope)
+        try:
+            self._keys.spend(key)
+        except Overloaded:
+            await self._admission.pause(request)
+            raise
+
+    def _ended(
+        self,
+        request: web.Request,
+        route: str,
+        kind: Kind[Any, Any] | None,
+        trace: Trace,
+        span: Span | None,
+        status: int,
+        error: Exception | None,
+    ) -> None:
+        """Count and log a request; a rejection of admission is counted there, and logged once a second."""
+        refusal = error.reason if isinstance(error, Overloaded) else None
+        if REJECTED in request:
+            return
+        ended = EndedRequest(
+            kind=kind.name if kind else None,
+            trace=trace,
+            request_id=request[ID],
+            method=request.method,
+            route=route,
+            status=status,
+            duration_s=time.monotonic() - request[WHOLE_AT],
+            failure=None if error is None else self._access_log.failed(error),
+            key=request[KEY].name if self._keys.has_keys and KEY in request else None,
+            user=request.get(USER),
+            answer=request.get(ANSWER),
+        )
+        stages_s = ended.answer.stages_s if ended.answer else {}
+        self._metrics.requests.done(
+            ended.kind,
+            route,
+            status,
+            ended.duration_s,
+            stages_s,
+            refusal=refusal,
+            has_s=request.get(LEFT_S, 0.0 if isinstance(error, DeadlineExceeded) else _NO_LIMIT_S),
+        )
+        self._access_log.write(ended)
+        if span is not None:
+            parsed_at = request.get(PARSED_AT)
+            self._tracing.end(span, stages_s, request[ARRIVED_AT], parsed_at, _span_attributes(ended))
 
 
 def _method(request: web.Request) -> str:
     """The method of the request's rule: what GET may, HEAD may."""
     return "GET" if request.method == "HEAD" else request.method
-
-
-def _check_address(request: web.Request, connection: Connection | None, route: str) -> None:
-    """Check that the address that the request came to serves its route.
-
-    Raises:
-        NotFound: another one does.
-    """
-    path = request.path if route == NO_ROUTE else route
-    if connection is not None and not connection.listener.serves(path):
-        raise NotFound(f"{path}: not at this address; the public and the admin address serve different routes")
-
-
-def _check_sender(request: web.Request, connection: Connection | None) -> None:
-    """Check that no page of another site is behind the request.
-
-    Raises:
-        Forbidden: one is.
-    """
-    is_loopback = connection is not None and connection.listener.refuses_foreign_hosts and not connection.is_trusted
-    refuse_foreign_pages(request.headers, is_loopback=is_loopback)
 
 
 def _check_media(request: web.Request) -> None:
@@ -199,19 +265,6 @@ def _check_media(request: web.Request) -> None:
 def _is_infer(request: web.Request) -> bool:
     """Whether it is an infer of the Open Inference Protocol, whose clients call the body octets, or nothing at all."""
     return request.method == "POST" and request.path.startswith("/v2/")
-
-
-def slot_of(request: web.Request) -> Slot | None:
-    """The slot that the door gave to the request; None where it did not come through the door."""
-    return request.protocol.slot if isinstance(request.protocol, Connection) else None
-
-
-def _came(connection: Connection | None) -> tuple[float, float, float]:
-    """When the first byte of the request came, and its last; and what its caller granted from then on, in seconds."""
-    if connection is not None:
-        return connection.began_at, connection.whole_at, connection.has_s
-    now_at = time.monotonic()
-    return now_at, now_at, float("inf")
 
 
 def _route(request: web.Request) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from npu_gr import __version__
-from npu_gr.access.rules import rules
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
+from npu_gr.server.auth.rules import rules
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
 from npu_gr.server.codec.base import Codec
@@ -20,9 +20,8 @@ from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.profile import MAX_S, MIN_S
 from npu_gr.server.debug.routes import DEFAULT_S
 from npu_gr.server.middleware import OCTETS
-from npu_gr.server.oip.http import BINARY_OUTPUT, MOST_TENSORS, InferOut
-from npu_gr.server.oip.models import TIMEOUT
-from npu_gr.server.oip.tensors import BYTES, DTYPES
+from npu_gr.server.oip.models import BYTES, DTYPES, MOST_TENSORS, TIMEOUT
+from npu_gr.server.oip.routes import BINARY_OUTPUT, InferOut
 from npu_gr.server.problem import Problem
 
 _Json = dict[str, Any]

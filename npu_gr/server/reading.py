@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec import bulk
 from npu_gr.server.codec.media import decode, skim
 from npu_gr.server.config import ServerConfig
@@ -39,7 +40,7 @@ class Reader:
         Raises:
             DeadlineExceeded: others' bodies took the time. What `parse` raises.
         """
-        body = await request.read()
+        body = request[BODY]
         await self.pieces.turn(until_at)
         with self.pieces:
             return parse(body)
@@ -66,7 +67,7 @@ class Reader:
             UnsupportedMedia, BadRequest, Unprocessable, TooLarge: as `decode`, `bulk.check` and `parse` do.
             DeadlineExceeded: others' bodies took the time.
         """
-        body = await request.read()
+        body = request[BODY]
         media = request.content_type
         if len(body) <= loose_bytes:
             await self.pieces.turn(until_at)

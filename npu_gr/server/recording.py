@@ -9,15 +9,16 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
-from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.kinds import ERASE, A, Kind, Q
+from npu_gr.core.names import Names
 from npu_gr.core.request import RECORDINGS
 from npu_gr.core.served import VectorsInfo
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
+from npu_gr.server.admission.controller import AdmissionController, Permit
+from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.media import decode
-from npu_gr.server.codec.naming import Names
 from npu_gr.server.responses import json_response
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
 
@@ -49,21 +50,21 @@ class RecordingService:
         return self._service.names
 
     @property
-    def door(self) -> Door:
-        return self._service.door
+    def admission(self) -> AdmissionController:
+        return self._service.admission
 
     async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: Shown | None = None
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: Shown | None = None
     ) -> A:
         """Answer the request, and record it where its kind is recorded and the recorder samples its user.
 
         An erasure reaches the recordings last: what is recorded while it runs is erased, too.
         """
         if kind.name == ERASE.name:
-            erased: A = await self._erase(kind, request, budget_s, slot)
+            erased: A = await self._erase(kind, request, budget_s, permit)
             return erased
         if not kind.is_recorded or not self._recorder.wants(request.user):
-            return await self._service.serve(kind, request, budget_s, slot, shown)
+            return await self._service.serve(kind, request, budget_s, permit, shown)
         arrived_at = time.time()
         began_at = time.monotonic()
 
@@ -82,16 +83,16 @@ class RecordingService:
             )
 
         try:
-            answer = await self._service.serve(kind, request, budget_s, slot, shown)
+            answer = await self._service.serve(kind, request, budget_s, permit, shown)
         except NpuGrError as error:
             offer(error.status, None)
             raise
         offer(200, answer)  # of every kind, whatever its status over HTTP: that is what logs hold
         return answer
 
-    async def _erase(self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None) -> Any:
+    async def _erase(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None) -> Any:
         try:
-            answer: Any = await self._service.serve(kind, request, budget_s, slot)
+            answer: Any = await self._service.serve(kind, request, budget_s, permit)
         finally:
             is_pending = await self._recorder.erase(request.user)
         return msgspec.structs.replace(answer, pending=(*answer.pending, RECORDINGS)) if is_pending else answer
@@ -142,7 +143,7 @@ def add_record_routes(app: web.Application, recorder: RecorderAdmin) -> None:
 
     async def switch_on(request: web.Request) -> web.Response:
         await recorder.status()  # where nothing can be recorded, no body is looked at
-        body = await request.read()
+        body = request[BODY]
         order = decode(body, request.content_type, RecordOrder) if body else RecordOrder()
         await recorder.switch_on(order)
         return json_response(await recorder.status())

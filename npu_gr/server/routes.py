@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
-from npu_gr.access.key_ring import KeyRefusal, KeyRing
-from npu_gr.access.tls import ServerTls, following
-from npu_gr.core.kinds import KINDS
 from npu_gr.core.tasks import running
+from npu_gr.core.tls import ServerTls, following
 from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.access_log import AccessLog
 from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRoutes
+from npu_gr.server.admission.middleware import Admission
+from npu_gr.server.auth.key_ring import KeyRefusal, KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug.user import UserRoutes
-from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
-from npu_gr.server.entrance.sites import TLS
 from npu_gr.server.health_routes import HealthRoutes
 from npu_gr.server.insight import Insight, OwnInsight
 from npu_gr.server.item_routes import ItemRoutes
 from npu_gr.server.kind_routes import kind_handlers, kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
-from npu_gr.server.middleware import around, middleware
+from npu_gr.server.middleware import Pipeline
 from npu_gr.server.observability_routes import ObservabilityRoutes
 from npu_gr.server.oip.routes import InferenceRoutes
 from npu_gr.server.reading import Reader
-from npu_gr.server.rpc.opening import RPC, open_rpc
+from npu_gr.server.rpc.server import RPC, open_rpc
+from npu_gr.server.run import PIPELINE, TLS
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -58,19 +56,14 @@ def build_web_app(
     metrics.keys.observe(KeyRefusal, lambda: len(keys), lambda: keys.is_stale)
     tls = None if config.tls is None else ServerTls(config.tls, "server.tls")
     access_log = AccessLog(config)
-    entrance = Entrance(config, service.door, metrics, keys)
+    admission = Admission(service.admission, config, metrics)
     metrics.process.observe_ready(service.is_ready)
-    around_all = around(service, metrics, keys, access_log, tracing or Tracing())
+    pipeline = Pipeline(service, metrics, keys, admission, access_log, tracing or Tracing(), config)
     shown = insight(access_log) if insight else OwnInsight(service, metrics, access_log.newest)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[middleware(around_all)])
+    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[pipeline.middleware()])
     reader = Reader(config)
     handlers = kind_handlers(service, config, reader, keys)
     app.add_routes(kind_routes(handlers))
-    entrance.straight.update(
-        ((kind.method.encode(), kind.path.encode()), partial(around_all, handlers[kind.name], kind.path))
-        for kind in KINDS.values()
-        if not kind.must_finish
-    )
     for group in (
         ModelRoutes(service),
         ItemRoutes(service),
@@ -88,13 +81,13 @@ def build_web_app(
     async def background(_: web.Application) -> AsyncIterator[None]:
         with noted_pauses(process.gc_paused) as drain:
             lag = probe_loop_lag(process.loop_lagged, process.loop_froze, drain)
-            async with lag, running(keys.follow()), running(entrance.watch()), following(tls):
+            async with lag, running(keys.follow()), running(admission.watch()), following(tls):
                 yield
 
     app.cleanup_ctx.append(background)
-    app[ENTRANCE] = entrance
+    app[PIPELINE] = pipeline
     if config.grpc_port is not None:
-        app[RPC] = open_rpc(service, config, metrics, entrance, access_log, tracing or Tracing(), reader, shown)
+        app[RPC] = open_rpc(service, config, metrics, keys, access_log, tracing or Tracing(), shown)
     if tls is not None:
         app[TLS] = tls
         process.observe_certificate("server", tls.expiry)

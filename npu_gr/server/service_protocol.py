@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar
 
-from npu_gr.admission.door import Door, Slot
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
+from npu_gr.core.names import Names
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
+from npu_gr.server.admission.controller import AdmissionController, Permit
 from npu_gr.server.codec.base import Shown
-from npu_gr.server.codec.naming import Names
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -75,12 +75,12 @@ class ServiceProtocol(Protocol):
         ...
 
     @property
-    def door(self) -> Door:
+    def admission(self) -> AdmissionController:
         """Admission control; HTTP asks it before a request is parsed."""
         ...
 
     async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: Shown | None = None
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: Shown | None = None
     ) -> A:
         """Answer one request from start to end.
 
@@ -88,7 +88,7 @@ class ServiceProtocol(Protocol):
             kind: an entry of `KINDS`.
             request: of `kind.request`.
             budget_s: seconds that the caller grants, from now on.
-            slot: that the door gave; the caller leaves it. None = the service asks the door itself.
+            permit: of the request; its holder leaves it. None = the service asks for admission itself.
             shown: what the answer will say of its items; its `names` are this service's. None = nothing.
 
         Raises:

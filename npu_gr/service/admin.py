@@ -9,8 +9,8 @@ from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, VectorsInfo
-from npu_gr.jobs.coverage import CoverageRule
 from npu_gr.jobs.match import ServedVectors
+from npu_gr.jobs.scored_items import CoverageRule
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.versions import Versions
 from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics

@@ -16,26 +16,24 @@ import torch
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from npu_gr.admission.brownout import BrownoutControl
-from npu_gr.admission.door import Door
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed
+from npu_gr.core.names import difference
 from npu_gr.core.tasks import running
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.base import HistoryStore
-from npu_gr.features.guarded import GuardedStore
-from npu_gr.features.named_actions import difference
-from npu_gr.features.prefix_history_cache import PrefixHistoryCache
-from npu_gr.features.source import open_source
-from npu_gr.features.store import open_store
-from npu_gr.features.user_features import UserFeatures
-from npu_gr.jobs.histories import Histories
+from npu_gr.features.bulkhead import GuardedStore
+from npu_gr.features.open import open_store
+from npu_gr.features.store import HistoryStore
+from npu_gr.features.user_features import UserFeatures, open_source
+from npu_gr.jobs.histories import Histories, PrefixHistoryCache
 from npu_gr.jobs.match import ServedVectors
-from npu_gr.jobs.versions import Versions
+from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.reloads import Reloaded
+from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.replay.recorder import Recorder
+from npu_gr.server.admission.controller import AdmissionController
 from npu_gr.server.recording import OwnRecorder, RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
@@ -45,7 +43,6 @@ from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config, InForce
 from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule
-from npu_gr.service.naming import ServedNames
 from npu_gr.service.reload import Reload
 from npu_gr.service.service import Parts, Service
 
@@ -82,15 +79,12 @@ async def instance(
 
 
 @asynccontextmanager
-async def opened(
-    config: Config, read: Callable[[], Config] | None = None, make_door: Callable[..., Door] = Door
-) -> AsyncIterator[OpenedInstance]:
+async def opened(config: Config, read: Callable[[], Config] | None = None) -> AsyncIterator[OpenedInstance]:
     """Run an instance without HTTP: models loaded, tiers allocated, parity tested, warmed up.
 
     Args:
         config: what it serves.
         read: as for `instance`.
-        make_door: with the arguments of `Door`.
 
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
@@ -128,7 +122,7 @@ async def opened(
         jobs = await build_jobs(shared)
         coverage = coverage_rule(shared, jobs)
         await coverage.start()
-        door = make_door(
+        admission = AdmissionController(
             config.admission,
             config.slo.objective_s,
             batch_requests=config.scheduler.max_batch_requests * config.scheduler.streams,
@@ -137,7 +131,7 @@ async def opened(
         service = Service(
             Parts(
                 settings=settings,
-                door=door,
+                admission=admission,
                 brownout=brownout,
                 scheduler=scheduler,
                 jobs=jobs,
@@ -145,7 +139,7 @@ async def opened(
                 histories=shared.histories,
                 catalogue=CatalogueOfGenerator(versions, coverage, metrics.reloads),
                 vectors=VectorsOfMatch(shared.vectors, coverage, metrics.reloads),
-                names=ServedNames(settings, versions, shared.vectors),
+                names=ServedNames(shared.histories, versions, shared.vectors),
                 metrics=metrics,
             )
         )
@@ -155,7 +149,7 @@ async def opened(
             service.on_reload = Reload(
                 settings=settings,
                 versions=versions,
-                door=door,
+                admission=admission,
                 scheduler=scheduler,
                 brownout=brownout,
                 histories=shared.histories,
@@ -272,7 +266,7 @@ def _histories(
         config.features.on_failure,
         metrics,
         lambda: () if versions.rankers is None else versions.rankers.current.model.actions,
-        lambda: settings.config.service.unsorted_history,
+        config.service.unsorted_history,
         of_users,
     )
 

@@ -19,22 +19,20 @@ import msgspec
 import torch
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue import action_names
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
-from npu_gr.catalogue.items import ItemVocabulary
+from npu_gr.catalogue.names import EMPTY, ItemNames, load_actions
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import AttentionWay, ModelInfo
 from npu_gr.engine.attention import possible
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
-from npu_gr.engine.job import JobResult
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramStore
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tier import DramStore
 from npu_gr.engine.kv.tiers import open_tiers
 from npu_gr.engine.page_jobs import PageJobs
+from npu_gr.engine.queue import JobResult
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_generator, check_weights
 from npu_gr.engine.scheduler import Scheduler
@@ -47,9 +45,10 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.model import generators, hf_files
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.generative import GenerativeModel
+from npu_gr.model.history_tokens import ItemVocabulary
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.relay.calibration import Calibration
+from npu_gr.relay.config import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
 from npu_gr.service.prove import SELF_TEST_TOKENS, choose_attention, lent, prove
@@ -208,7 +207,7 @@ def _names(folder: str | None) -> ItemNames:
 def _actions(folder: Path) -> ActionNames | None:
     """Read the names of actions beside a generator."""
     try:
-        return action_names.load(folder)
+        return load_actions(folder)
     except DataError as error:
         raise ConfigError(str(error)) from error
 
@@ -249,7 +248,7 @@ def _placed(config: Config, backend: Backend) -> Checkpoint:
         checkpoint.model.cast(getattr(torch, config.dtype))
     check_weights(checkpoint.model, f"checkpoint {config.checkpoint}")
     model = checkpoint.model.to(backend.device).eval()
-    model.freeze_items(config.service.spare_items if model.config.scores_new_items else 0)
+    model.items.freeze(config.service.spare_items if model.config.scores_new_items else 0)
     backend.synchronize()  # a device thread reads it in a stream of its own
     return checkpoint
 

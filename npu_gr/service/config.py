@@ -9,23 +9,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from npu_gr.admission.brownout import BrownoutConfig
-from npu_gr.admission.config import AdmissionConfig
 from npu_gr.backend.names import AttentionMode, BackendName, NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
 from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.features.base import HistoryConfig
+from npu_gr.features.store import HistoryConfig
 from npu_gr.jobs.cascade_plan import SECTIONS, RecommendConfig
 from npu_gr.jobs.config import GenerateConfig, RankingConfig
 from npu_gr.matching.config import MatchConfig
 from npu_gr.metrics.slo import Objective
-from npu_gr.relay.calibration import Calibration, beside
-from npu_gr.relay.config import RelayConfig
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.brownout import BrownoutConfig
+from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig, beside
 from npu_gr.replay.recorder import RecordConfig
+from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.server.config import ServerConfig
 
 

@@ -10,16 +10,11 @@ from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RAN
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import KindJob
 from npu_gr.jobs.cascade_plan import NEIGHBOURS, TRANSITIONS, TRUNK
-from npu_gr.jobs.coverage import CoverageRule, Items
-from npu_gr.jobs.erase import EraseJob
-from npu_gr.jobs.events import EventsJob
-from npu_gr.jobs.generate import GenerateJob
 from npu_gr.jobs.histories import Histories
-from npu_gr.jobs.ingest import IngestJob
 from npu_gr.jobs.match import MatchJob, ServedVectors
-from npu_gr.jobs.rank import RankJob
+from npu_gr.jobs.model_jobs import GenerateJob, RankJob, SignalJob
 from npu_gr.jobs.recommend import Cascade, RecommendJob
-from npu_gr.jobs.signal import SignalJob
+from npu_gr.jobs.scored_items import CoverageRule, Items
 from npu_gr.jobs.sources import (
     POPULAR,
     SizedSource,
@@ -31,6 +26,7 @@ from npu_gr.jobs.sources import (
     from_trunk,
 )
 from npu_gr.jobs.versions import Versions
+from npu_gr.jobs.writes import EraseJob, EventsJob, IngestJob
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import InForce
 

@@ -15,21 +15,18 @@ from typing import overload
 import numpy as np
 
 from npu_gr.backend.base import Backend
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.errors import PoolExhausted
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.served import AttentionWay
 from npu_gr.engine.attention import NEW_TOKENS, PLAIN, Trial, choose_way, possible
-from npu_gr.engine.kv.dram_store import DramEntry, DramStore
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.rank_engine import RankEngine
-from npu_gr.engine.sanity import check_ranker
-from npu_gr.engine.selftest import parity
+from npu_gr.engine.sanity import check_ranker, parity
 from npu_gr.model.config import HSTUConfig
+from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
 from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)

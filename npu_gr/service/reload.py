@@ -19,23 +19,22 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
-from npu_gr.admission.brownout import BrownoutControl
-from npu_gr.admission.door import Door
-from npu_gr.catalogue.popular import read_popular
+from npu_gr.catalogue.records import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
+from npu_gr.core.names import difference
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.named_actions import difference
-from npu_gr.jobs.coverage import CoverageRule, Items
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.ranking import Ranking
 from npu_gr.jobs.recommend import Cascade
-from npu_gr.jobs.scored_items import Commit, ScoredItems
+from npu_gr.jobs.scored_items import Commit, CoverageRule, Items, ScoredItems
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.sources import POPULAR
 from npu_gr.jobs.versions import ModelVersions, V, Versions
 from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
+from npu_gr.relay.brownout import BrownoutControl
+from npu_gr.server.admission.controller import AdmissionController
 from npu_gr.service.build import Prepared
 from npu_gr.service.config import Config, InForce
 
@@ -95,7 +94,7 @@ class Reload:
         *,
         settings: InForce,
         versions: Versions,
-        door: Door,
+        admission: AdmissionController,
         scheduler: Scheduler,
         brownout: BrownoutControl,
         histories: Histories,
@@ -110,7 +109,7 @@ class Reload:
 
         Args:
             settings: in force; replaced when a reload succeeds.
-            versions, door, scheduler, brownout, histories: what is reconfigured.
+            versions, admission, scheduler, brownout, histories: what is reconfigured.
             coverage: of the cascade's sources.
             cascade: whose list of popular items is read again; None = there is none.
             read: reads the configuration again from where the first one came; called in a thread.
@@ -120,7 +119,7 @@ class Reload:
         """
         self._settings = settings
         self._versions = versions
-        self._door = door
+        self._admission = admission
         self._scheduler = scheduler
         self._brownout = brownout
         self._histories = histories
@@ -206,11 +205,14 @@ class Reload:
                 models.current.engine.objective_s = new.slo.objective_s(kind.name)
         if self._versions.rankers is not None:
             self._versions.rankers.current.reconfigure(new.service)
-        self._door.reconfigure(new.admission, new.slo.objective_s)
+        self._admission.reconfigure(new.admission, new.slo.objective_s)
         self._scheduler.weigh(new.admission.tenant_weights)
         self._brownout.reconfigure(new.brownout)
         self._histories.reconfigure(
-            new.service.known_prefix_bytes, new.service.cut_step_tokens, new.admission.tenant_weights
+            new.service.known_prefix_bytes,
+            new.service.cut_step_tokens,
+            new.admission.tenant_weights,
+            new.service.unsorted_history,
         )
         self._settings.config = new
 

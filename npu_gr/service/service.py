@@ -1,18 +1,18 @@
 """One request from start to end. READ THIS FILE FIRST.
 
-    serve      the door -> deadline -> the kind's job -> metrics
+    serve      admission -> deadline -> the kind's job -> metrics
 
-    signal     history -> decide -> reserve pages -> start the prefill -> answer at once     jobs/signal.py
-    rank       history -> lease of the prefix KV -> one pass over the candidates             jobs/rank.py
-    generate   history -> lease of the prompt KV -> beam search                              jobs/generate.py
+    signal     history -> decide -> reserve pages -> start the prefill -> answer at once     jobs/model_jobs.py
+    rank       history -> lease of the prefix KV -> one pass over the candidates             jobs/model_jobs.py
+    generate   history -> lease of the prompt KV -> beam search                              jobs/model_jobs.py
     match      history -> the user's vector -> one pass over the items for many requests     jobs/match.py
     recommend  history -> signal -> sources -> hook -> rank                                  jobs/recommend.py
-    events     append to the history store                                                   jobs/events.py
-    ingest     write the events of many users, each of whom fails alone                      jobs/ingest.py
-    erase      history store, known prefixes, every memory tier                              jobs/erase.py
+    events     append to the history store                                                   jobs/writes.py
+    ingest     write the events of many users, each of whom fails alone                      jobs/writes.py
+    erase      history store, known prefixes, every memory tier                              jobs/writes.py
 
-`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. Slot, deadline and lease
-are released by indentation, however a request ends.
+`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. Permit, deadline and
+lease are released by indentation, however a request ends.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gr.admission.brownout import OBSERVE_S, BrownoutControl
-from npu_gr.admission.deadline import Deadline
-from npu_gr.admission.door import Door, Slot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
-from npu_gr.core.request import Request
 from npu_gr.core.served import ModelInfo
+from npu_gr.core.tasks import deadline
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import Call, KindJob
 from npu_gr.jobs.histories import Histories
-from npu_gr.jobs.versions import Versions
+from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
+from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
+from npu_gr.server.admission.controller import AdmissionController, Permit
 from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.config import InForce, to_table
-from npu_gr.service.naming import ServedNames
 
 MAX_FAILURES = 3  # device failures in a row that make the instance unready
 
@@ -49,7 +47,7 @@ class Parts:
     """What a service is made of; `app.py` builds it once."""
 
     settings: InForce
-    door: Door
+    admission: AdmissionController
     brownout: BrownoutControl
     scheduler: Scheduler
     jobs: Mapping[str, KindJob[Any, Any]]  # by the name of their kind
@@ -62,7 +60,7 @@ class Parts:
 
 
 class Service:
-    """Everything behind the HTTP door. Event loop only."""
+    """Everything behind HTTP. Event loop only."""
 
     def __init__(self, parts: Parts) -> None:
         """Serve nothing until `set_ready`.
@@ -78,12 +76,12 @@ class Service:
     # ---- requests
 
     @property
-    def door(self) -> Door:
+    def admission(self) -> AdmissionController:
         """Admission control: HTTP asks it before a request is parsed."""
-        return self.parts.door
+        return self.parts.admission
 
     async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: object = None
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: object = None
     ) -> A:
         """Answer one request from start to end.
 
@@ -91,7 +89,7 @@ class Service:
             kind: an entry of `KINDS`.
             request: of `kind.request`.
             budget_s: seconds that the caller grants, from now on.
-            slot: that the door gave; the caller leaves it. None = this asks the door itself.
+            permit: of the request; its holder leaves it. None = the request is admitted here.
             shown: nothing here: the names of items are at hand when the answer is written.
 
         Raises:
@@ -99,23 +97,20 @@ class Service:
             Overloaded: it could not be answered in time.
             DeadlineExceeded: `budget_s` is over; everything that the request held is released.
         """
-        arrived_at = time.monotonic() if slot is None else slot.arrived_at
+        arrived_at = time.monotonic() if permit is None else permit.arrived_at
         job: KindJob[Q, A] = self._job(kind)
         tenant = request.user.tenant
         if kind.must_finish:
             answer = await job.run(request, Call(arrived_at, float("inf"), tenant=tenant))
         else:
-            async with Deadline(budget_s) as deadline_at:
-                if slot is not None:
-                    answer = await job.run(request, Call(arrived_at, deadline_at, slot, tenant))
+            async with deadline(budget_s) as deadline_at:
+                if permit is not None:
+                    answer = await job.run(request, Call(arrived_at, deadline_at, permit, tenant))
                 else:
-                    with await self._entered(kind, request, budget_s) as own:
+                    with await self.admission.enter(kind.name, tenant, time.monotonic(), budget_s) as own:
                         answer = await job.run(request, Call(arrived_at, deadline_at, own, tenant))
         self.parts.metrics.requests.served(kind, tenant, answer, time.monotonic() - arrived_at)
         return answer
-
-    async def _entered(self, kind: Kind[Any, Any], request: Request, budget_s: float) -> Slot:
-        return await self.door.enter(kind.name, request.user.tenant, time.monotonic(), budget_s)
 
     def _job(self, kind: Kind[Any, Any]) -> KindJob[Any, Any]:
         job = self.parts.jobs.get(kind.name)
@@ -130,7 +125,7 @@ class Service:
         """Follow the load, and set the brown-out level of every relay, until cancelled."""
         while True:
             await asyncio.sleep(OBSERVE_S)
-            pressure = self.parts.scheduler.pressure + self.door.pressure
+            pressure = self.parts.scheduler.pressure + self.admission.pressure
             level = self.parts.brownout.observe(pressure, time.monotonic())
             for model in self.versions.current():
                 model.relay.settings.brownout = level

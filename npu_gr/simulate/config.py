@@ -8,16 +8,15 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from npu_gr.admission.brownout import BrownoutConfig
-from npu_gr.admission.config import AdmissionConfig
-from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero
-from npu_gr.core.units import IN_BYTES
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.setting_types import IN_BYTES
+from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero, load
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.kv.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.relay.calibration import Calibration
-from npu_gr.relay.config import RelayConfig
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.brownout import BrownoutConfig
+from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig
+from npu_gr.server.admission.controller import AdmissionConfig
 
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -125,3 +124,30 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 def write(settings: msgspec.Struct, path: Path) -> None:
     """Write settings as YAML that `settings.load` reads."""
     path.write_text(yaml.safe_dump(msgspec.to_builtins(settings), sort_keys=False))
+
+
+def calibrated(config: SimulateConfig, path: Path) -> SimulateConfig:
+    """Put what `npu-gr calibrate` measured on an instance into the settings of a simulation.
+
+    It replaces the cost model, the copy bandwidth and the token size
+    of `config.device`.
+
+    The relay of the simulation reads the others from the file: Q_m, T_life and kv_p99.
+
+    Raises:
+        ConfigError: the file cannot be used, or `config.device` is a path.
+    """
+    measured = load(path, Calibration)
+    if not isinstance(config.device, DeviceProfile):
+        raise ConfigError("device: must be a section, not a path, with --calibration: it has the times of the host")
+    device = msgspec.structs.replace(
+        config.device,
+        a0_s=measured.cost.a0,
+        a1_s=measured.cost.a1,
+        a2_s=measured.cost.a2,
+        b0_s=measured.cost.b0,
+        b1_s=measured.cost.b1,
+        copy_bytes_per_s=measured.copy_bytes_per_s,
+        kv_token_bytes=measured.kv_token_bytes,
+    )
+    return msgspec.structs.replace(config, device=device, calibration=measured)

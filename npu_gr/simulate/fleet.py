@@ -1,16 +1,24 @@
-"""N simulated instances behind the placement of the router, under one traffic, on the virtual clock."""
+"""N simulated instances behind the placement of the router, under one traffic, on the virtual clock.
+
+The search for the fewest instances that keep the SLO starts at a lower bound from arithmetic, doubles until the SLO
+holds, and then bisects.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
+from rich.console import Group
+from rich.table import Table
 
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome
@@ -24,8 +32,13 @@ from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import RankResult, SimulatedInstance
 from npu_gr.simulate.users import TrafficRequest
 
-SLICES = 60  # parts of a run, for the plots
 PERCENTILES = (50, 90, 99, 99.9)
+MOST = 1000  # instances
+_SAMPLE = 2000  # ranks of the traffic from which the lower bound is computed
+_COLUMNS = (
+    "instances", "within SLO", "P50 ms", "P99 ms", "HBM hits", "joined", "DRAM hits", "cached tokens",
+    "pre-infers", "wasted", "device busy",
+)  # fmt: skip
 _STATUS = {"": 200, "Overloaded": 429, "DeadlineExceeded": 504, "TimeoutError": 504}
 
 
@@ -36,7 +49,6 @@ class FleetResult:
     instances: int
     simulated: int  # instances of them that were simulated
     slo_s: float
-    slice_s: float
     counted_s: float = 0.0
     num_ranks: int = 0
     results: Counter[Result] = field(default_factory=Counter)
@@ -44,7 +56,6 @@ class FleetResult:
     verdicts: Counter[str] = field(default_factory=Counter)  # verdict of a signal, or "refused"
     how: Counter[str] = field(default_factory=Counter)  # what decided the placement of a rank
     latencies_s: array[float] = field(default_factory=lambda: array("d"))  # of answered ranks
-    slices: list[Counter[str]] = field(default_factory=lambda: [Counter() for _ in range(SLICES)])
     history_tokens: int = 0
     prefix_tokens: int = 0
     num_produced: int = 0  # pre-infers and reloads after signals
@@ -115,8 +126,7 @@ class Fleet:
         self._is_sampled = kept < len(names)
         self._tasks: set[asyncio.Task[None]] = set()
         self._placed: dict[str, Placement] = {}  # user -> what the signal's answer says; the rank brings it
-        slice_s = (config.duration_s - config.warmup_s) / SLICES
-        self.result = FleetResult(instances=len(names), simulated=kept, slo_s=config.slo_s, slice_s=slice_s)
+        self.result = FleetResult(instances=len(names), simulated=kept, slo_s=config.slo_s)
 
     async def run(self, traffic: Iterable[TrafficRequest]) -> FleetResult:
         """Play the whole traffic, and wait until every request has ended."""
@@ -194,9 +204,6 @@ class Fleet:
             result.results[judged] += 1
         if ranked.outcome is not None:
             result.latencies_s.append(ranked.latency_s)
-        place = min(int((request.due_at - self._config.warmup_s) / result.slice_s), SLICES - 1)
-        result.slices[place][outcome] += 1
-        result.slices[place]["good"] += judged is Result.GOOD
 
 
 def members(config: SimulateConfig) -> Members:
@@ -229,3 +236,147 @@ def simulate(config: SimulateConfig, profile: DeviceProfile, traffic: Iterator[T
         return await Fleet(config, profile).run(traffic)
 
     return clock.run(work())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The result of the search."""
+
+    qps: float
+    target_ratio: float
+    needed: int | None  # instances; None = more than `MOST`
+    at_least: int  # instances, by the device time of ranks that always find their prefix
+    tried: list[tuple[int, FleetResult]]  # (instances, result), in the order of the search
+
+
+def at_least(traffic: Iterable[TrafficRequest], qps: float, profile: DeviceProfile, streams: int) -> int:
+    """Compute a lower bound: the device time of ranks that always find their prefix and share every pass.
+
+    Args:
+        traffic: its first ranks are the sample.
+        qps: ranks a second of the whole fleet.
+        profile: of the device of one instance.
+        streams: passes at once on one instance.
+
+    Returns:
+        The number of instances, `MOST` at most.
+    """
+    cost = profile.cost
+    seconds = 0.0
+    number = 0
+    for request in islice((request for request in traffic if request.kind == RANK.name), _SAMPLE):
+        cached = min(request.num_tokens, profile.max_history_tokens)
+        seconds += cost.pass_s(0, cached, request.num_candidates) - cost.a0
+        number += 1
+    return min(MOST, max(1, math.ceil(qps * seconds / max(number, 1) / streams)))
+
+
+def search(
+    config: SimulateConfig,
+    profile: DeviceProfile,
+    traffic: Callable[[], Iterator[TrafficRequest]],
+    play: Callable[[int], FleetResult],
+) -> Capacity:
+    """Find the fewest instances with which `config.target_ratio` of the ranks keep the SLO.
+
+    Args:
+        config: settings of the simulation; its `instances` do not matter.
+        profile: of the device of one instance.
+        traffic: begins the traffic anew at each call.
+        play: simulates a fleet of that many instances.
+    """
+    low = at_least(traffic(), config.qps, profile, config.scheduler.streams)
+    tried: list[tuple[int, FleetResult]] = []
+
+    def holds(instances: int) -> bool:
+        result = play(instances)
+        tried.append((instances, result))
+        return result.attainment_ratio >= config.target_ratio
+
+    def found(needed: int | None) -> Capacity:
+        return Capacity(qps=config.qps, target_ratio=config.target_ratio, needed=needed, at_least=low, tried=tried)
+
+    bad = low - 1
+    good = low
+    while not holds(good):
+        if good == MOST:
+            return found(None)
+        bad = good
+        good = min(2 * good, MOST)
+    while good - bad > 1:
+        middle = (bad + good) // 2
+        if holds(middle):
+            good = middle
+        else:
+            bad = middle
+    return found(good)
+
+
+def row(found: FleetResult) -> list[str]:
+    """Format the cells of one run."""
+    sampled = "" if found.simulated == found.instances else f" ({found.simulated} simulated)"
+    return [
+        f"{found.instances}{sampled}",
+        f"{found.attainment_ratio:.2%}",
+        f"{found.latency_s(50) * 1e3:.2f}",
+        f"{found.latency_s(99) * 1e3:.2f}",
+        f"{found.hit_ratio(Outcome.HBM_HIT):.1%}",
+        f"{found.hit_ratio(Outcome.JOINED):.1%}",
+        f"{found.hit_ratio(Outcome.DRAM_HIT):.1%}",
+        f"{found.prefix_tokens / max(found.history_tokens, 1):.1%}",
+        f"{found.num_produced}",
+        f"{found.wasted_ratio:.1%}",
+        f"{found.busy_ratio:.0%}, at most {found.busiest_ratio:.0%}",
+    ]
+
+
+def answer(capacity: Capacity) -> str:
+    """Say the result of a capacity search in words."""
+    needed = "more than 1,000 instances" if capacity.needed is None else f"{capacity.needed} instances"
+    return (
+        f"{capacity.qps:g} ranks/s with {capacity.target_ratio:.1%} within the SLO need {needed}; "
+        f"device time alone needs {capacity.at_least}"
+    )
+
+
+def render(found: Sequence[FleetResult], capacity: Capacity | None) -> Group:
+    """Draw the tables for the terminal; the facts are those of the last run."""
+    runs = Table(*_COLUMNS, title="Simulation, not a measurement")
+    for one in found:
+        runs.add_row(*row(one))
+    facts = Table(show_header=False)
+    for key, value in _facts(found[-1]):
+        facts.add_row(key, value)
+    return Group(runs, facts, *([answer(capacity)] if capacity else []))
+
+
+def as_dict(found: Sequence[FleetResult], capacity: Capacity | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Make plain types for JSON.
+
+    Args:
+        found: a result for each run.
+        capacity: result of the capacity search, if there was one.
+        settings: of the simulation, as plain types.
+    """
+    table: dict[str, Any] = {"settings": settings, "runs": [one.as_dict() for one in found]}
+    if capacity is not None:
+        table["capacity"] = {
+            "qps": capacity.qps,
+            "target_ratio": capacity.target_ratio,
+            "instances": capacity.needed,
+            "device_time_needs": capacity.at_least,
+        }
+    return table
+
+
+def _facts(found: FleetResult) -> list[tuple[str, str]]:
+    def counts(values: dict[str, int]) -> str:
+        return ", ".join(f"{key} {value}" for key, value in values.items()) or "none"
+
+    return [
+        ("ranks counted", f"{found.num_ranks} in {found.counted_s:.1f} virtual seconds"),
+        ("outcomes", counts(dict(found.outcomes.most_common()))),
+        ("signals", counts(dict(found.verdicts.most_common()))),
+        ("routed", counts({str(key): value for key, value in found.how.most_common()})),
+        ("pre-infers that no rank used", f"{found.num_wasted} of {found.num_produced}"),
+    ]

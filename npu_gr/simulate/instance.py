@@ -13,18 +13,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from npu_gr.admission.brownout import OBSERVE_S, BrownoutControl
-from npu_gr.admission.door import Door, Slot
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.tiers import open_tiers
+from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
 from npu_gr.relay.relay import Relay
+from npu_gr.server.admission.controller import AdmissionController, Permit
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-from npu_gr.simulate.engine import SimulatedEngine, SimulatedPrefix
-from npu_gr.simulate.scheduler import PassTimes, RankWork, VirtualScheduler
+from npu_gr.simulate.device import PassTimes, RankWork, SimulatedEngine, SimulatedPrefix, VirtualScheduler
 from npu_gr.simulate.users import TrafficRequest
 
 _PRODUCING = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD)
@@ -74,7 +73,7 @@ class SimulatedInstance:
             config.calibration,
             config.admission.tenant_weights,
         )
-        self._door = Door(
+        self._door = AdmissionController(
             config.admission,
             lambda _kind: config.slo_s,
             batch_requests=config.scheduler.max_batch_requests * config.scheduler.streams,
@@ -150,7 +149,7 @@ class SimulatedInstance:
         self.num_dram_hits += outcome is Outcome.DRAM_HIT
         return RankResult(outcome, "", took_s, prefix_tokens)
 
-    async def _score(self, request: TrafficRequest, arrived_at: float, slot: Slot) -> tuple[Outcome, int]:
+    async def _score(self, request: TrafficRequest, arrived_at: float, slot: Permit) -> tuple[Outcome, int]:
         tokens = self._prefix(request)
         deadline_at = arrived_at + self._config.budget_s
         async with self.relay.lease(

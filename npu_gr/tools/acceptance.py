@@ -1,15 +1,30 @@
-"""Compare whole ranks and generates with the CPU's, and time them. Random weights, no files.
+"""`npu-gr doctor --acceptance`: compare operators and whole requests with the CPU's, time them, pack what was found.
 
-`doctor` compares single ops, this module compares requests, prefix KV in both tiers included: small ones in fp32, which
-must be equal but for rounding, and ones of a service's size in bf16. `acceptance_steps.py` runs them as steps; nothing
-here needs a checkpoint, a catalogue or a network.
+`doctor` compares single ops with small inputs, this module a service's: requests with prefix KV in both tiers, small
+ones in fp32, which must be equal but for rounding, and ones of a service's size in bf16. Random weights, no files.
+
+Each step runs in a process of its own with a time limit (`npu-gr doctor --backend NAME --step STEP`). A step is what
+hangs or crashes as one: an operator, a kind of request. One that hangs is killed and named, with the kernel that it
+launched last; one that crashes is named with its last words. Neither stops the others.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import re
+import shutil
+import signal
 import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,24 +34,28 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.checks import Finding, FindingState
 from npu_gr.backend.choose import choose
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.backend.names import BackendName
+from npu_gr.backend.names import ASCEND, BackendName
+from npu_gr.backend.npu import check
+from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.catalogue.build import build_trie
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32
+from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryReport
-from npu_gr.engine.attention import PLAIN, Trial, choose_way, possible, told
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
+from npu_gr.tools.check_config import table
+from npu_gr.tools.doctor import examine, is_well
 
 ITEMS = 5000
 
@@ -96,6 +115,16 @@ EXACT = Sizes(
 )  # one attention stage, and two
 # bf16 on a CPU differs from fp32 by .04 of the spread, .22 nats, and 2 % of the items
 PRODUCTION = Sizes(torch.bfloat16, 0.2, 0.5, 0.9, 4096, 3968, 512, 8, 64, 8192, ((300, 512),))
+QUICK = PRODUCTION._replace(
+    tokens=300, cached=250, candidates=40, layers=2, head_dim=32, codes=256, searches=((40, 32),)
+)
+RUNS = 20
+OPERATOR = "operator "
+AT_PRODUCTION = {"ranks at production shapes": "rank", "generates at production shapes": "generate"}
+REMEDY = "attach the bundle to a report: docs/ascend.md"
+PACKAGES = ("npu_gr", "torch", "torch-npu", "numpy", "triton", "triton-ascend")
+VARIABLES = ("ASCEND", "TORCH", "PYTORCH", "TASK_QUEUE", "PER_STREAM", "LD_LIBRARY_PATH", "OMP", "HCCL", "NPU_VISIBLE")
+MAX_LOG_BYTES = 4 << 20  # of CANN's own logs, each file's end
 
 
 class ShapeLatency(NamedTuple):
@@ -106,8 +135,29 @@ class ShapeLatency(NamedTuple):
     p90_ms: float
 
 
+class Acceptance(NamedTuple):
+    """All findings and times."""
+
+    findings: list[Finding]
+    latencies: list[ShapeLatency]
+
+    def as_text(self) -> str:
+        """Format for people: findings, then a line each shape that was timed."""
+        lines = [table(self.findings)]
+        lines += [f"{time.name:48} {time.p50_ms:9.3f} ms p50 {time.p90_ms:9.3f} ms p90" for time in self.latencies]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, object]:
+        """Format for programs."""
+        return {
+            "ok": is_well(self.findings),
+            "checks": [finding._asdict() for finding in self.findings],
+            "latency": [time._asdict() for time in self.latencies],
+        }
+
+
 class AcceptanceRig:
-    """A ranker and a generator over one backend, without a scheduler: the calls of a device thread, made here."""
+    """A ranker and a generator over one backend, without a scheduler: a device thread's calls, made here."""
 
     def __init__(self, backend: Backend, sizes: Sizes = EXACT) -> None:
         torch.manual_seed(0)
@@ -124,7 +174,7 @@ class AcceptanceRig:
         if sizes.dtype != torch.float32:
             self.ranker.cast(sizes.dtype)
             decoder.to(sizes.dtype)
-        self.ranker.to(device).eval().freeze_items()
+        self.ranker.to(device).eval().items.freeze()
         shape = sizes.ranker
         layout = KVLayout(
             num_layers=shape.num_layers,
@@ -182,8 +232,8 @@ class AcceptanceRig:
         return self.generator.generate(self.trie, self.tables, tokens, [part], options, width)
 
 
-def _history(num_tokens: int, seed: int = 2) -> Tokens:
-    random = np.random.default_rng(seed)
+def _history(num_tokens: int) -> Tokens:
+    random = np.random.default_rng(2)
     items = random.integers(0, 1000, num_tokens)
     events = Events.make(items, random.integers(0, 2, num_tokens), np.cumsum(random.integers(0, 86_400, num_tokens)))
     return Tokens(events, items, HistoryReport(fingerprint="", num_tokens=num_tokens))
@@ -224,33 +274,6 @@ _COMPARED: dict[str, Callable[[AcceptanceRig, AcceptanceRig], list[Finding]]] = 
     "rank": _ranked,
     "generate": _generated,
 }
-
-
-async def attention_ways(name: BackendName, sizes: Sizes = PRODUCTION) -> list[Finding]:
-    """Try what can run a ranker's attention, as a service's warm-up does, and say which is taken."""
-    backend = choose(name)
-    rig = AcceptanceRig(backend, sizes)
-    scheduler = Scheduler(SchedulerConfig(), backend.stream)
-    engine = RankEngine(rig.ranker, backend, scheduler, rig.pages)
-    runs = (PageRun(0, rig.pages.layout.pages(sizes.tokens)),)
-    chunk = min(sizes.cached, scheduler.config.prefill_chunk_tokens)
-    candidates = np.arange(sizes.candidates, dtype=np.int64)
-    trial = Trial(_history(sizes.tokens), sizes.cached, chunk, candidates, runs, _history(sizes.tokens, seed=3))
-    scheduler.start()
-    try:
-        tried = await choose_way(engine, backend, possible(engine, backend, "auto"), trial)
-    finally:
-        await scheduler.stop()
-    taken = engine.backend.ops.get("hstu_attention", PLAIN)
-    return [
-        Finding(
-            f"attention by {way.name}",
-            FindingState.BROKEN if way.refused else FindingState.OK,
-            told(way) + (", taken" if way.name == taken else ""),
-            "report this line; a service runs without it" if way.refused else "",
-        )
-        for way in tried
-    ]
 
 
 def _check(name: str, difference: float, tolerance: float, unit: str) -> Finding:
@@ -309,3 +332,170 @@ def _timed(name: str, run: Callable[[], object], runs: int) -> ShapeLatency:
         taken_ms.append((time.perf_counter() - began_at) * 1e3)
     deciles = statistics.quantiles(taken_ms[3:], n=10)
     return ShapeLatency(name, deciles[4], deciles[8])
+
+
+def names(backend: BackendName) -> list[str]:
+    """Name the steps in their order: first what is there, then single operators, then requests, times last."""
+    operators = [OPERATOR + name for name in ascend_ops.names()] if backend == ASCEND else []
+    return ["machine", *operators, "requests in fp32", *AT_PRODUCTION, "latency"]
+
+
+def run_step(backend: BackendName, name: str, quick: bool) -> Acceptance:
+    """Run a step in this process.
+
+    Raises:
+        ConfigError: the backend is not there.
+    """
+    sizes = QUICK if quick else PRODUCTION
+    if name == "machine":
+        return Acceptance(examine(backend), [])
+    if name.startswith(OPERATOR):
+        return Acceptance(_operator(backend, name.removeprefix(OPERATOR), quick), [])
+    if name == "requests in fp32":
+        return Acceptance(accept(backend, EXACT), [])
+    if name in AT_PRODUCTION:
+        return Acceptance(accept(backend, sizes, [AT_PRODUCTION[name]]), [])
+    assert name == "latency", name
+    timed = latencies(backend, sizes, 3 if quick else RUNS)
+    if backend == ASCEND:
+        timed += _operator_latencies(backend, quick)
+    return Acceptance([], timed)
+
+
+def _operator(backend: BackendName, op: str, quick: bool) -> list[Finding]:
+    """Compare a native operator with its definition, on the calls that a service makes."""
+    device = choose(backend, "require").device
+    found = []
+    for what, arguments in check.service_calls(op, quick):
+        wrong = check.difference(op, arguments, device)
+        state = FindingState.BROKEN if wrong else FindingState.OK
+        remedy = "set `native: off`, and attach the bundle to a report" if wrong else ""
+        found.append(Finding(f"{op}: {what}", state, wrong or "as defined", remedy))
+    return found
+
+
+def _operator_latencies(backend: BackendName, quick: bool) -> list[ShapeLatency]:
+    made = choose(backend, "require")
+    timed = []
+    for op in ascend_ops.names():
+        for what, arguments in check.service_calls(op, quick):
+            moved = [x.to(made.device) if isinstance(x, torch.Tensor) else x for x in arguments]
+
+            def call(op: str = op, moved: list[object] = moved) -> None:
+                made.synchronize()
+                getattr(torch.ops.npu_gr, op)(*moved)
+                made.synchronize()
+
+            timed.append(_timed(f"{op}: {what}", call, RUNS))
+    return timed
+
+
+def run(backend: BackendName, bundle: Path, timeout_s: float, quick: bool, tell: Callable[[str], None]) -> Acceptance:
+    """Run every step and write the bundle, a .tar.gz, whatever was found.
+
+    Args:
+        backend: by name.
+        bundle: the file to write.
+        timeout_s: of one step.
+        quick: small shapes in place of a service's.
+        tell: gets the name of each step as it begins.
+
+    Raises:
+        ConfigError: the bundle cannot be written.
+    """
+    findings: list[Finding] = []
+    latencies: list[ShapeLatency] = []
+    with tempfile.TemporaryDirectory(prefix="npu_gr-acceptance-") as made:
+        folder = Path(made)
+        (folder / "machine.txt").write_text(_machine())
+        for step in names(backend):
+            tell(step)
+            found, timed = _step(backend, step, quick, timeout_s, folder)
+            findings += found
+            latencies += timed
+            if step == "machine" and not is_well(found):
+                break  # nothing else can be right
+        result = Acceptance(findings, latencies)
+        (folder / "report.txt").write_text(result.as_text() + "\n")
+        (folder / "report.json").write_text(json.dumps(result.as_dict(), indent=1))
+        _pack(folder, bundle)
+    return result
+
+
+def _command(backend: str, step: str, quick: bool) -> list[str]:
+    flags = ["--quick"] if quick else []
+    return [sys.executable, "-m", "npu_gr", "doctor", "--backend", backend, "--step", step, *flags]
+
+
+def _step(
+    backend: str, step: str, quick: bool, timeout_s: float, folder: Path
+) -> tuple[list[Finding], list[ShapeLatency]]:
+    variables = {"ASCEND_PROCESS_LOG_PATH": str(folder / "plog")}
+    if step != "latency":
+        variables["NPU_GR_TRACE_LAUNCHES"] = "1"  # each launch is waited for: no times with it
+    log = folder / f"{step.replace(' ', '-')}.log"
+    status = _run(_command(backend, step, quick), log, timeout_s, variables)
+    text = log.read_text(errors="replace")
+    launched = re.findall(r"^npu_gr: (\w+) (on \d+ cores|ended with -?\d+)$", text, re.MULTILINE)
+    last = launched[-1][0] if launched and launched[-1][1].startswith("on") else ""
+    during = f", in the kernel {last}" if last else ""
+    if status is None:
+        why = f"no answer within {timeout_s:g} s{during}"
+        return [Finding(step, FindingState.BROKEN, why, REMEDY)], []
+    answer = next((line for line in reversed(text.splitlines()) if line.startswith('{"findings"')), None)
+    if status != 0 or answer is None:
+        ended = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+        said = [line for line in text.splitlines() if line.strip() and not line.startswith("npu_gr: ")]
+        why = f"ended with {ended}{during}: {said[-1][:300] if said else 'nothing was said'}"
+        return [Finding(step, FindingState.BROKEN, why, REMEDY)], []
+    told = json.loads(answer)
+    found = [Finding(name, FindingState(state), *others) for name, state, *others in told["findings"]]
+    return found, [ShapeLatency(*timed) for timed in told["latencies"]]
+
+
+def _run(command: list[str], log: Path, timeout_s: float, variables: dict[str, str]) -> int | None:
+    """Run a command with its words in a file; None = it was killed, with all that it started, at its limit."""
+    with log.open("w") as words:
+        process = subprocess.Popen(  # noqa: S603  (our own command)
+            command, stdout=words, stderr=subprocess.STDOUT, env={**os.environ, **variables}, start_new_session=True
+        )
+        try:
+            return process.wait(timeout_s)
+        except BaseException as error:  # Ctrl-C must not leave it on the device
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None
+            raise
+
+
+def _machine() -> str:
+    """Describe what a reader cannot ask: versions, the variables that matter, npu-smi's own words."""
+    lines = [platform.platform(), f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            lines.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            lines.append(f"{package} is not installed")
+    lines += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)]
+    for note in sorted(ascend_ops.LIBRARIES.glob("*.json")):
+        lines.append(f"{note.name}: {note.read_text().strip()}")
+    if (smi := shutil.which("npu-smi")) is None:
+        return "\n".join([*lines, "no npu-smi in PATH\n"])
+    done = subprocess.run([smi, "info"], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
+    lines.append(done.stdout + done.stderr)
+    return "\n".join(lines) + "\n"
+
+
+def _pack(folder: Path, bundle: Path) -> None:
+    for log in (folder / "plog").rglob("*"):
+        if log.is_file() and log.stat().st_size > MAX_LOG_BYTES:
+            log.write_bytes(log.read_bytes()[-MAX_LOG_BYTES:])
+    part = bundle.with_name(f"{bundle.name}.part")
+    try:
+        with tarfile.open(part, "w:gz") as packed:
+            packed.add(folder, "npu_gr-acceptance")
+        part.replace(bundle)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"--bundle: {bundle} cannot be written: {error.strerror}") from error

@@ -16,7 +16,6 @@ from npu_gr.backend.npu import ops as npu_ops
 from npu_gr.backend.npu import versions as npu_versions
 from npu_gr.core import shipped
 from npu_gr.core.errors import ConfigError
-from npu_gr.server.entrance import shed_library
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -34,11 +33,6 @@ def build_cpu(out: Path | None = None) -> Path:
         ConfigError: there is no compiler, or it refuses; the message has its words.
     """
     return _compile("ops/cpu", (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name)
-
-
-def build_door(out: Path | None = None) -> Path:
-    """Compile the shedder of the door, on Linux; arguments, result and errors as of `build_cpu`."""
-    return _compile("ops/door", (out or shed_library.LIBRARY.parent) / shed_library.LIBRARY.name)
 
 
 def _compile(room: str, target: Path) -> Path:

@@ -19,26 +19,25 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from npu_gr.access.keys import read_keys
-from npu_gr.access.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
-from npu_gr.catalogue.popular import read_popular
-from npu_gr.catalogue.records import read_items
+from npu_gr.catalogue.records import read_items, read_popular
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
-from npu_gr.features.base import HistoryConfig
-from npu_gr.features.source import open_source
+from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
+from npu_gr.features.store import HistoryConfig
+from npu_gr.features.user_features import open_source
+from npu_gr.jobs.cascade_plan import load_hook
 from npu_gr.jobs.config import GenerateConfig
-from npu_gr.jobs.hook import load_hook
 from npu_gr.matching import vectors
 from npu_gr.matching.config import MatchConfig
-from npu_gr.relay.calibration import beside
+from npu_gr.relay.config import beside
 from npu_gr.replay.identity import read_key
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.config import load as load_router
 from npu_gr.router.discovery import InstancesFile
 from npu_gr.server.access_log import read_key_file
+from npu_gr.server.auth.keys import read_keys
 from npu_gr.service.config import Config, load
 
 SQLITE = b"SQLite format 3\0"
@@ -240,7 +239,7 @@ def _history(section: HistoryConfig) -> Iterator[Opened]:
         yield _tried("features.path", lambda: _store(Path(section.path)))
     elif section.kind == "redis":
         yield from _extra("features.kind", "redis", "redis")
-        yield Opened("features.url", OpenedState.NOTE, f"{section.url} was not called")
+        yield Opened("features.url", OpenedState.NOTE, f"{section.redis_url} was not called")
         if section.tls is not None:
             named = {key: getattr(section.tls, key) for key in ("ca", "certificate", "key")}
             yield _client_tls("features.tls", ClientTlsConfig(**named))
@@ -306,3 +305,23 @@ def _port(key: str, host: str, port: int) -> Iterator[Opened]:
         yield Opened(key, OpenedState.NOTE, f"{host}:{port}: {error.strerror}")
     else:
         yield Opened(key, OpenedState.OK, f"{host}:{port}" if port else f"{host}, any free one")
+
+
+def table(findings: Sequence[tuple[str, StrEnum, str, str] | tuple[str, StrEnum, str, str, str]]) -> str:
+    """Format findings for people: a line each, and under one that is not well what to do about it.
+
+    Args:
+        findings: name, state, what was found, remedy or "", and the section of the report or nothing.
+    """
+    width = max(len(name) for name, *_ in findings)
+    lines: list[str] = []
+    last = ""
+    for name, state, found, remedy, *of_section in findings:
+        section = of_section[0] if of_section else ""
+        if section != last:
+            lines.append(f"\n{section}".rstrip() if lines else section)
+            last = section
+        lines.append(f"{state.value:8}{name:{width}}  {found}")
+        if remedy:
+            lines.append(f"{'':8}{'':{width}}  -> {remedy}")
+    return "\n".join(lines)

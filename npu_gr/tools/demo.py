@@ -28,15 +28,18 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.kinds import RANK
 from npu_gr.dataset.build import prepare
@@ -44,7 +47,7 @@ from npu_gr.dataset.files import Dataset, is_dataset, read_dataset
 from npu_gr.dataset.summary import summary
 from npu_gr.features.interactions import Interactions, movielens_100k
 from npu_gr.features.load import load_interactions
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.replay.convert import ModelVocabulary, from_ratings
 from npu_gr.replay.files import write
@@ -54,10 +57,13 @@ from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
 from npu_gr.replay.study import Study
+from npu_gr.replay.tally import HITS
 from npu_gr.service.config import Config, load
-from npu_gr.tools import demo_cascade
-from npu_gr.tools.demo_summary import sum_up
+from npu_gr.tools.judge import EvaluationClient, ServiceEvaluation, evaluate
 from npu_gr.train.data import to_train_on
+from npu_gr.train.next_command import curl, serve
+from npu_gr.train.next_event import JUDGED_USERS, next_events
+from npu_gr.train.site.examples import asked_at, examples, known_user, recommend
 from npu_gr.train.site.make import train_command, train_site
 from npu_gr.train.site.report import SiteReport
 
@@ -68,6 +74,8 @@ SIGNAL_LEAD_S = 0.05
 HBM_BYTES = 8_388_608  # only a few dozen users fit, so that the DRAM tier has work to do
 WITHOUT_RELAY = 600  # records that are replayed without the relay too, for comparison
 START_TIMEOUT_S = 60.0
+SHOWN_USERS = 3
+SHOWN_ITEMS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +168,14 @@ async def run(made: MadeDemo, console: Console, limit: int | None = None, longes
     async with served(prepared.instance) as url:
         found = await replay(prepared.records, options(prepared, url, limit))
         console.print(found.render())
-        evaluation = await demo_cascade.evaluated(url, prepared.instance.admin_url, made.log)
+        evaluation = await evaluated(url, prepared.instance.admin_url, made.log)
         console.print(evaluation.table())
     ports = [f"server.port={free_port()}", f"server.admin_port={free_port()}"]
     instance = Instance(made.folder / "serve.yaml", ports, made.folder / "service.log")
     await fill(instance.config, made.log)
     console.print(f"$ npu-gr serve --config {instance.config_path}", soft_wrap=True)
     async with served(instance) as url:
-        await demo_cascade.show(url, made.log, made.dataset.names, console)
+        await show(url, made.log, made.dataset.names, console)
     table = found.as_dict() | {"without_relay": without.as_dict(), "cascade": evaluation.as_dict()}
     (made.folder / "replay.json").write_text(json.dumps(table, indent=2) + "\n")
     (made.folder / "report.html").write_text(page(Study(runs=[found]), "npu-gr demo: MovieLens-100K"))
@@ -294,25 +302,30 @@ def _forget(store: Path) -> None:
 
 
 async def _serve(instance: Instance, more: Sequence[str]) -> asyncio.subprocess.Process:
-    """Start the service in a process of its own, and wait until it is ready."""
     settings = [word for override in (*instance.overrides, *more) for word in ("--set", override)]
     command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(instance.config_path), *settings]
-    with await asyncio.to_thread(instance.log.open, "wb") as file:
-        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
     server = instance.config.server
-    url = f"http://{server.host}:{server.port}/readyz"
+    return await started("the service", command, f"http://{server.host}:{server.port}/readyz", instance.log)
+
+
+async def started(name: str, command: Sequence[str], url: str, log: Path) -> asyncio.subprocess.Process:
+    """Start a process, and wait until it answers 200 at a URL.
+
+    Raises:
+        Unavailable: it did not.
+    """
+    with await asyncio.to_thread(log.open, "wb") as file:
+        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file)
     ends_at = time.monotonic() + START_TIMEOUT_S
     async with aiohttp.ClientSession() as http:
         while time.monotonic() < ends_at and process.returncode is None:
-            try:
+            with suppress(aiohttp.ClientError):
                 async with http.get(url) as answer:
                     if answer.status == 200:
                         return process
-            except aiohttp.ClientError:
-                pass
             await asyncio.sleep(0.1)
     await _end(process)
-    raise Unavailable(f"the service did not start; its log: {instance.log}")
+    raise Unavailable(f"{name} did not start; its log: {log}")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
@@ -332,3 +345,115 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         process.kill()
     await process.wait()
+
+
+async def evaluated(url: str, admin_url: str, log: Interactions) -> ServiceEvaluation:
+    """Ask the evaluated models for the last event of some users, which no model has seen.
+
+    Args:
+        url: of their service.
+        admin_url: its admin address.
+        log: all events.
+    """
+    known = to_train_on(log.users, log.timestamps, "leave-one-out")
+    return await evaluate(url, admin_url, next_events(log, known, JUDGED_USERS), np.unique(log.items).tolist())
+
+
+async def show(url: str, log: Interactions, names: ItemNames, console: Console) -> None:
+    """Print what a service recommends to a few users whose histories are in its store.
+
+    Args:
+        url: of the service.
+        log: all events.
+        names: of the items.
+        console: to print on.
+    """
+    counts = np.bincount(log.users, minlength=len(log.user_names))
+    users = np.argsort(counts, kind="stable")[len(counts) // 4 :: max(1, len(counts) // 4)][:SHOWN_USERS]
+    async with EvaluationClient(url) as client:
+        for user in users.tolist():
+            own = log[log.users == user]
+            body = recommend(log.user_names[user], timestamp=asked_at(log))
+            answer, _ = await client.post("/v1/recommend", body)
+            console.print(_user_table(log.user_names[user], own, names, answer))
+
+
+def _user_table(user: str, own: Interactions, names: ItemNames, answer: dict[str, Any]) -> Table:
+    """What one user watched, what is recommended, and how long the stages took."""
+    last = own[-SHOWN_ITEMS:]
+    watched = [
+        f"{title or item} ({value:g})"
+        for item, title, value in zip(last.items, names.titles(last.items), last.values, strict=True)
+    ]
+    offered = [title or str(item) for item, title in zip(answer["items"], answer["titles"], strict=True)]
+    table = Table("watched last (stars)", "recommended", title=f"user {user}, {len(own)} films")
+    for row in range(max(len(watched), len(offered))):
+        table.add_row(*(texts[row] if row < len(texts) else "" for texts in (watched[::-1], offered)))
+    stages = ", ".join(
+        f"{stage['stage']} {stage['began_s'] * 1e3:.0f}-{(stage['began_s'] + stage['took_s']) * 1e3:.0f} ms"
+        for stage in answer["stages"]
+    )
+    table.caption = (
+        f"{sum(answer['stages_s'].values()) * 1e3:.0f} ms: {stages}; "
+        f"{answer['num_candidates']} candidates; the rank read {answer['prefix_tokens']} of "
+        f"{answer['history']['num_tokens']} history tokens from cached KV ({answer['outcome']})"
+    )
+    return table
+
+
+def sum_up(
+    folder: Path,
+    site: SiteReport,
+    found: Report,
+    without: Report,
+    evaluation: ServiceEvaluation,
+    log: Interactions,
+    names: ItemNames,
+    latency_ratio: float,
+) -> list[str]:
+    """Sum a demo up in about ten lines.
+
+    Args:
+        folder: of the demo.
+        site: what was trained.
+        found: of the replayed traffic.
+        without: of a part of it, replayed without the relay.
+        evaluation: of the cascade.
+        log: all events.
+        names: of the items.
+        latency_ratio: share of the ranks that should be in time.
+    """
+    hits = sum(found.hit_ratio(hit) for hit in HITS)
+    kept = "kept" if found.attainment_ratio >= latency_ratio else "MISSED"
+    late = "; the load generator was late, so these times are partly its own" if found.was_late else ""
+    ways = evaluation.as_dict()["ways"]
+    others = ", ".join(f"{way} alone {row['hr_at_10']:.3f}" for way, row in ways.items() if way != "recommend")
+    return [
+        "",
+        f"trained   {', '.join(site.parts)} on {site.num_events:,} events of {site.num_users:,} users",
+        f"in time   {found.attainment_ratio:.1%} of {found.num_ranks} ranks within {found.slo_s * 1e3:g} ms; "
+        f"objective {latency_ratio:.0%}: {kept}{late}",
+        f"latency   {_times(found)}; without the relay {_times(without)} (the first {without.num_ranks} of them)",
+        f"relay     {hits:.1%} of the ranks found the user's KV ready, {found.prefix_tokens_ratio:.1%} of the history "
+        f"tokens were read from it{_device_times(found, without)}",
+        f"quality   HR@10 of the last event of {len(evaluation.ranks['rank'])} users: recommend "
+        f"{ways['recommend']['hr_at_10']:.3f}; {others} (evaluated models, which had not seen it)",
+        f"          {evaluation.why}",
+        f"left      {folder}: models of all events, {folder / 'serve.yaml'}; {folder / 'report.html'} has the plots",
+        f"serve     {serve(folder / 'serve.yaml')}",
+        f"ask       {curl('/v1/recommend', known_user(examples(log, names)))}",
+        f"more      {folder / 'README.md'} has calls for a new user and a new item; "
+        "long histories, where the relay pays: npu-gr demo --longest 100, python -m benchmarks relay",
+    ]
+
+
+def _times(report: Report) -> str:
+    return f"P50 {report.latency_ms('rank', 'p50'):.1f} ms, P99 {report.latency_ms('rank', 'p99'):.1f} ms"
+
+
+def _device_times(found: Report, without: Report) -> str:
+    """What the relay spares the device: its share of a latency that other work is a part of."""
+    ours, other = (report.stages_p50_ms.get("device") for report in (found, without))
+    if ours is None or other is None:
+        return ""
+    return f"; P50 of a rank on the device {ours:.1f} ms, without the relay {other:.1f} ms"

@@ -16,7 +16,6 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.backend.op_parity import compare
 from npu_gr.core.errors import ConfigError
-from npu_gr.server.entrance import shed_library
 
 MACHINE = "machine"
 
@@ -32,7 +31,6 @@ def examine(backend: BackendName | None = None, hstu_library: Path | None = None
     machine = [
         Finding("python", FindingState.OK, python, section=MACHINE),
         Finding("torch", FindingState.OK, torch.__version__, section=MACHINE),
-        _shedder()._replace(section=MACHINE),
     ]
     found = device_findings(backend, hstu_library)
     for name in usable_backends(found, backend):
@@ -45,13 +43,6 @@ def examine(backend: BackendName | None = None, hstu_library: Path | None = None
     chosen = backend or "cpu"
     ordered = sorted(found, key=lambda name: name != chosen)
     return machine + [one._replace(section=_title(name, backend)) for name in ordered for one in found[name]]
-
-
-def _shedder() -> Finding:
-    if shed_library.load() is not None:
-        return Finding("shedder", FindingState.OK, "built: an overload is refused beside the event loop")
-    remedy = "npu-gr build-ops --cpu, on Linux with a C++ compiler"
-    return Finding("shedder", FindingState.MISSING, "not built: every refusal takes of the event loop", remedy)
 
 
 def _title(name: BackendName, chosen: BackendName | None) -> str:

@@ -16,16 +16,16 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from npu_gr.access.browsers import is_loopback_name
-from npu_gr.access.keys import Key, KeyEntry, in_utc, read_keys
-from npu_gr.access.rules import rules
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Scope
 from npu_gr.core.secret import SecretUrl
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.router import config as router_config
 from npu_gr.router.config import RouterConfig
+from npu_gr.server.auth.browsers import is_loopback_name
+from npu_gr.server.auth.keys import Key, KeyEntry, in_utc, read_keys
+from npu_gr.server.auth.rules import rules
 from npu_gr.service.config import Config, load
 
 SOON_S = 14 * 86_400.0  # a key that ends within it is told
@@ -201,7 +201,7 @@ def _key(entry: KeyEntry) -> WayIn:
 def _store(config: Config) -> Iterator[WayIn]:
     features = config.features
     if features.kind == "redis":
-        yield from _redis(features.url)
+        yield from _redis(features.redis_url)
     elif features.kind == "embedded":
         for path in (Path(features.path + ending) for ending in ("", "-wal", "-shm")):
             yield from _private("features.path", path)

@@ -20,10 +20,10 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError
 from npu_gr.core.history import UserKey
-from npu_gr.features.base import HistoryConfig, key_bytes
+from npu_gr.features.store import HistoryConfig, key_bytes
 from npu_gr.replay import erased
 from npu_gr.replay.files import raw_lines
 from npu_gr.replay.identity import names_of, read_key

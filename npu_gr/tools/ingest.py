@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 from yarl import URL
 
-from npu_gr.access.calling import calling_context, calling_headers
+from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreInUse, Unavailable, Unprocessable
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, Mode, Write, Written
+from npu_gr.core.names import difference
 from npu_gr.core.words import cut
 from npu_gr.features.load import WritesMany
-from npu_gr.features.named_actions import difference
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
 from npu_gr.server.codec.fields import History
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestBody, IngestOut, UserEvents, UserWritten
 from npu_gr.server.codec.media import JSON, MSGPACK

@@ -1,4 +1,4 @@
-"""`npu-gr monitor`: the demo's service under replay, a Prometheus that scrapes it, and the dashboards to open.
+"""`npu-gr demo --monitor`: the demo's service under replay, a Prometheus that scrapes it, and the dashboards to open.
 
 Prometheus is a program of its own (Debian: `prometheus`). Grafana is in neither Debian nor PyPI, so the command writes
 what a Grafana needs to provision itself, and says how to start one.
@@ -11,16 +11,14 @@ import contextlib
 import os
 import shutil
 import socket
-import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
 import yaml
 from rich.console import Console
 
-from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import EVENTS
 from npu_gr.metrics.dashboards import write
 from npu_gr.replay.run import replay, stop_on_interrupt
@@ -28,13 +26,12 @@ from npu_gr.tools import demo
 
 SCRAPE_S = 2.0
 EVALUATE_S = 5.0  # rules
-START_TIMEOUT_S = 30.0
 _HOW_TO_GRAFANA = """Grafana      is a program of its own; with Docker, then http://127.0.0.1:3000:
   docker run --network host -v {folder}/grafana:/etc/grafana/provisioning -v {folder}:/dashboards grafana/grafana
   or import the JSON files into a Grafana of yours"""
 
 
-async def run(made: demo.MadeDemo, console: Console, port: int, admin_port: int, prometheus_port: int) -> None:
+async def monitor(made: demo.MadeDemo, console: Console, port: int, admin_port: int, prometheus_port: int) -> None:
     """Serve, scrape, and replay the traffic over and over, until Ctrl-C.
 
     Args:
@@ -119,7 +116,6 @@ async def prometheus(
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     url = f"http://127.0.0.1:{port}"
-    log_path = folder / "prometheus.log"
     command = [
         "prometheus",
         f"--config.file={folder / 'prometheus.yml'}",
@@ -127,28 +123,13 @@ async def prometheus(
         f"--web.listen-address=127.0.0.1:{port}",
         "--enable-feature=exemplar-storage",
     ]
-    with log_path.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+    process = await demo.started("prometheus", command, f"{url}/-/ready", folder / "prometheus.log")
     try:
-        await _wait_until_ready(url, process, log_path)
         yield url
     finally:
         if process.returncode is None:
             process.terminate()
         await process.wait()
-
-
-async def _wait_until_ready(url: str, process: asyncio.subprocess.Process, log_path: Path) -> None:
-    """Wait until Prometheus is ready."""
-    ends_at = time.monotonic() + START_TIMEOUT_S
-    async with aiohttp.ClientSession() as http:
-        while time.monotonic() < ends_at and process.returncode is None:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with http.get(f"{url}/-/ready") as answer:
-                    if answer.status == 200:
-                        return
-            await asyncio.sleep(0.1)
-    raise Unavailable(f"prometheus did not start; its log: {log_path}")
 
 
 def _provision_grafana(folder: Path, prometheus_url: str) -> None:

@@ -130,7 +130,7 @@ def why(name: str, ours: F64, part: str, theirs: F64) -> str:
     if by_place.low > 0:
         return f"{name} is better than {part}, its best part: {figures}"
     if by_place.high < 0:
-        return f"{name} is worse than {part}: {figures}; `npu-gr judge --choose` names the stage that hurts"
+        return f"{name} is worse than {part}: {figures}; `npu-gr train all` chooses the sources and the order"
     return f"{name} cannot be told from {part}, its best part: {figures}"
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.train.data import InteractionLog

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.core.errors import ConfigError
 from npu_gr.dataset import read_log
 from npu_gr.features.interactions import Interactions, ItemValues, read_item_features

@@ -15,8 +15,8 @@ from npu_gr.backend.cuda import CUDABackend
 from npu_gr.backend.graphs import BUCKETS, Graphs
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.engine.generate_engine import Generator
-from npu_gr.model import experts
-from npu_gr.model.experts import Experts, ExpertsConfig
+from npu_gr.model import decoder as experts
+from npu_gr.model.decoder import Experts, ExpertsConfig
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.test_backend import generated
 from tests.engine.test_beam_search import model

@@ -26,8 +26,8 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         assert line.ok == (line.ours <= line.baseline_value)
         assert 0 < line.ours < line.baseline_value, "small passes are cheap"
     rank, prefill = found[0], found[2]
-    assert rank.host_ms == pytest.approx((0.4, 0.8)), "10 launches of 8 layers, at 5 and at 10 us"
-    assert prefill.host_ms == pytest.approx((0.74, 1.48)), "two chunks, whose last layer is four launches"
+    assert "0.4 to 0.8 ms" in rank.baseline, "10 launches of 8 layers, at 5 and at 10 us"
+    assert "0.7 to 1.5 ms" in prefill.baseline, "two chunks, whose last layer is four launches"
 
 
 def test_what_moves_is_what_must() -> None:

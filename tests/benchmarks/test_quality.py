@@ -15,8 +15,8 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import quality, quality_cold
+from benchmarks.frame import bench
 from benchmarks.quality import QUICK, codes_lines, match_lines, next_lines
-from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.train.baselines.sasrec import SASRecOptions
 from npu_gr.train.generate.train import GenerateOptions
@@ -122,9 +122,9 @@ def test_the_strongest_baseline_is_the_one_of_the_best_mean() -> None:
 
 
 def test_a_part_without_its_data_is_refused() -> None:
-    out = CliRunner().invoke(main, ["quality", "--only", "match"])
-    assert out.exit_code == 2
-    assert "--only match needs --pairs" in out.output
+    out = CliRunner().invoke(bench, ["quality", "--only", "match"])
+    assert out.exit_code == 1
+    assert "needs --pairs for match" in out.output
 
 
 def test_row_dropout_stands_beside_none_on_the_next_items_of_all_users(monkeypatch: pytest.MonkeyPatch) -> None:

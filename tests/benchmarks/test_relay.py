@@ -156,8 +156,7 @@ def test_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     trace = tmp_path / "trace.jsonl"
     rows = (f'{{"timestamp": {n}, "input_length": 9, "hash_ids": [0, {n % 50}]}}\n' for n in range(400))
     trace.write_text("".join(rows))
-    shape = Shape(num_tokens=96, num_candidates=4, num_layers=2, dim=64)
-    found = list(lines("cpu", [shape], 40, 0.1, 0, trace))
+    found = list(lines("cpu", (96,), (4,), 2, 64, 40, 0.1, 0, trace))
     cases = " ".join(line.case for line in found)
     for part in ("pre-infer", "truncated", "relay, dram 75%", "dram trace", "best with", "longest history", "trigger"):
         assert part in cases

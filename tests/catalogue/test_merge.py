@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.catalogue.merge import insert, restrict
+from npu_gr.catalogue.build import insert, restrict
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32
 from tests.catalogue.catalogues import Record, catalogues, make_trie

@@ -1,4 +1,7 @@
-"""Every format gives the same items, and a bad file nothing but a message with file, record and reason."""
+"""Every format gives the same items, and a bad file nothing but a message with file, record and reason.
+
+The list of popular items holds names as the company writes them, one a line.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.catalogue.records import Items, read_items
-from npu_gr.core.errors import DataError
+from npu_gr.catalogue.records import Items, read_items, read_popular
+from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.names import item_id
 
 RECORDS: list[dict[str, Any]] = [
     {"item_id": 5, "sid": [3, 7, 1], "order": 0.5, "attributes": {"stock": True, "price": 3, "kind": "book"}},
@@ -234,3 +238,36 @@ def test_two_columns_of_one_name(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_arrays([pa.array([1])] * 2, names=["item_id", "item_id"]), path)
     with pytest.raises(DataError, match="several columns 'item_id'"):
         read_items(path)
+
+
+def test_a_line_is_a_name_and_a_number_its_own_id(tmp_path: Path) -> None:
+    path = tmp_path / "popular.txt"
+    path.write_bytes("\ufeffSKU-0042-C\r\n\r\n  42 \nblue shoes, size 42\n42\nGrün\n007\n".encode())
+    names: list[str | int] = ["SKU-0042-C", 42, "blue shoes, size 42", "Grün", "007"]
+    assert read_popular(str(path)).tolist() == [item_id(name) for name in names]
+
+
+def test_no_list_is_no_item() -> None:
+    assert len(read_popular(None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"\n  \n", "holds no item"),
+        (b"1\n" + b"x" * 513 + b"\n", "line 2: a name of 513 bytes is no item"),
+        (b"1\n\xff\n", "codec can't decode"),
+    ],
+)
+def test_a_list_that_cannot_be_read_is_told(tmp_path: Path, content: bytes, word: str) -> None:
+    path = tmp_path / "popular.txt"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        read_popular(str(path))
+    assert str(error.value).startswith(f"recommend.popular: {path}")
+    assert word in str(error.value)
+
+
+def test_a_missing_list_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"recommend\.popular: .*No such file"):
+        read_popular(str(tmp_path / "none.txt"))

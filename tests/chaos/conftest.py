@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.door_servers import make_checkpoint
+from benchmarks.servers import make_checkpoint
 from tests.chaos.rig import Bodies
 
 

@@ -27,8 +27,8 @@ import aiohttp
 import numpy as np
 import pytest
 
-from benchmarks.door_client import ClientReport, LoadStream, StreamCounts, drive
-from benchmarks.door_servers import Traffic, free_port, write_bodies
+from benchmarks.loadgen import ClientReport, LoadStream, StreamCounts, drive
+from benchmarks.servers import Traffic, free_port, write_bodies
 from npu_gr.model.weights import load
 
 ROOT = Path(__file__).parents[2]

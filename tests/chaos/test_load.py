@@ -15,8 +15,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from benchmarks.door_client import BIN_S, LoadStream, Pause, StreamCounts
-from benchmarks.door_servers import ADMISSION_OFF
+from benchmarks.loadgen import BIN_S, LoadStream, Pause, StreamCounts
+from benchmarks.servers import ADMISSION_OFF
 from tests.chaos.open_loop import LOST, Answers, Ask, OpenLoop, send
 from tests.chaos.rig import (
     Bodies,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks.door_client import LoadStream
+from benchmarks.loadgen import LoadStream
 from tests.chaos.open_loop import Answers, Ask, OpenLoop
 from tests.chaos.rig import LONG, Bodies, Instance, Scale, drive_all, each_scale, running, three_attempts
 

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.door_servers import free_port
+from benchmarks.servers import free_port
 from tests.chaos.open_loop import Answered, Answers, Ask, OpenLoop, send
 from tests.chaos.rig import Bodies, Instance, Scale, each_scale, running, three_attempts
 from tests.fault_proxy import FaultProxy, Mode

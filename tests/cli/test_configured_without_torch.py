@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from npu_gr.tools.config_notes import KINDS
+from npu_gr.tools.config_docs import KINDS
 from tests.client.scripted import answer, scripted
 from tests.serving import write_checkpoint
 from tests.sources import ROOT
@@ -65,10 +65,9 @@ def test_configurations(tmp_path: Path) -> None:
     )
     (tmp_path / "bad.yaml").write_text("checkpoint: ranker\nbackend: gpu\n")
     (tmp_path / "router.yaml").write_text("discovery: {instances: [{name: a, host: 127.0.0.1, port: 1}]}\nport: 0\n")
-    schemas = [["config", "schema", *([] if kind == "instance" else [f"--{kind}"])] for kind in KINDS]
-    init, good, cascade, bad, router, security, dashboards, serve, *written = run(
+    schemas = [["config", kind, "--schema"] for kind in KINDS]
+    good, cascade, bad, router, security, dashboards, serve, *written = run(
         tmp_path,
-        ["init", "site", "ranker"],
         ["check-config", "--config", "good.yaml"],
         ["check-config", "--config", "cascade.yaml"],
         ["check-config", "--config", "bad.yaml"],
@@ -78,8 +77,6 @@ def test_configurations(tmp_path: Path) -> None:
         ["serve", "--config", "good.yaml"],
         *schemas,
     )
-    assert init.code == 0
-    assert (tmp_path / "site" / "serve.yaml").exists()
     assert good.code == 0
     assert "was not read, for there is no torch" in good.output
     assert "history.db will be made" in good.output

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.history import Events, UserKey
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
 from npu_gr.service.config import load as load_config
 from tests.cli.forked import run
 from tests.cli.test_main import free_port, is_ready, write

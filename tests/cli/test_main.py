@@ -172,5 +172,5 @@ def test_bulk_load(tmp_path: Path) -> None:
 
 def test_help_is_quick_and_names_every_command() -> None:
     done = run("--help")
-    for command in ("serve", "train", "load", "replay", "dashboards", "check-config", "demo", "monitor"):
+    for command in ("serve", "train", "load", "replay", "dashboards", "check-config", "demo"):
         assert command in done.stdout

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.catalogue.records import read_items
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError

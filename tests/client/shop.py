@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.names import item_ids
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.weights import Checkpoint, save

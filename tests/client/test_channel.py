@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from npu_gr.access.tls import ClientTlsConfig
 from npu_gr.client import AsyncClient, Behaviours, channel
 from npu_gr.core.errors import (
     BadAnswer,
@@ -29,6 +28,7 @@ from npu_gr.core.errors import (
     Unreachable,
     UnsupportedMedia,
 )
+from npu_gr.core.tls import ClientTlsConfig
 from tests.certificates import Authority
 from tests.client.scripted import HANG, RANKED, SIGNALLED, Answer, answer, problem, scripted
 from tests.serving import until
@@ -473,3 +473,16 @@ async def test_a_path_of_a_gateway_is_kept() -> None:
     async with scripted(GOOD) as service, AsyncClient(f"{service.url}/gateway/", timeout_s=LONG_S) as client:
         await client.rank("u", [1, 2])
     assert service.asked[0].path == "/gateway/v1/rank"
+
+
+async def test_every_request_about_a_user_names_it_for_proxies() -> None:
+    seen = Behaviours([1], ["view"], [1])
+    erased = b"HTTP/1.1 204 No Content\r\n\r\n"
+    async with (
+        scripted(GOOD, Answer(erased)) as service,
+        AsyncClient(service.url, timeout_s=LONG_S, tenant="t%") as client,
+    ):
+        await client.rank("Ann Ö", [1, 2], history=seen)
+        await client.erase("a@b/c")
+    headers = [(one.headers["x-user-id"], one.headers["x-tenant-id"]) for one in service.asked]
+    assert headers == [("Ann%20%C3%96", "t%25"), ("a@b/c", "t%25")]

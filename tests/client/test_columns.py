@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.client import Behaviours
-from npu_gr.client.columns import ids_of, listed, seconds
+from npu_gr.client.wire import ids_of, listed, seconds
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_id
 

@@ -29,7 +29,7 @@ from npu_gr.service.app import instance as running
 from npu_gr.service.service import Service
 from tests.keys import entry, secret, write_keys
 from tests.models import events
-from tests.serving import FIRST_ID, DoorServer, columns, encoded, make_config, serving, until, write_checkpoint
+from tests.serving import FIRST_ID, InstanceServer, columns, encoded, make_config, serving, until, write_checkpoint
 
 LONG_S = 30.0
 CANDIDATES: list[str | int] = [FIRST_ID + 3, str(FIRST_ID + 5), 7, "no such SKU"]
@@ -187,7 +187,7 @@ async def test_an_instance_that_starts_again_is_found_again(tmp_path: Path, unus
     write_checkpoint(tmp_path / "checkpoint")
     with Client(url, timeout_s=LONG_S) as client:
         for _ in range(2):
-            async with running(make_config(tmp_path)) as (app, _), DoorServer(app, port=unused_tcp_port):
+            async with running(make_config(tmp_path)) as (app, _), InstanceServer(app, port=unused_tcp_port):
                 assert await asyncio.to_thread(rank, client) == "miss_full"
             with pytest.raises(Unreachable):
                 await asyncio.to_thread(rank, client)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from npu_gr.client import AsyncClient, Behaviours, Ranked
-from npu_gr.client.columns import Names
+from npu_gr.client.wire import Names
 from npu_gr.core.errors import NotFound, TooLarge, Unprocessable
 from npu_gr.core.names import item_ids
 from tests.client.shop import ACTIONS, NAMES, TITLES, shop

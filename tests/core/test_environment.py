@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from npu_gr.core.environment import read, variable
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.secret import SecretUrl
-from npu_gr.core.settings import Bytes, Count, gather, load
+from npu_gr.core.settings import Bytes, Count, gather, load, variable
+from npu_gr.core.settings import read_environment as read
 
 
 class Tls(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

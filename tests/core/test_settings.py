@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.settings import Count, parse
+from npu_gr.core.settings import GONE, Count, gather, load, parse
 
 
 class Inner(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,3 +45,28 @@ def test_what_is_no_configuration_is_refused_in_words(text: str, words: str) -> 
 
 def test_what_is_one_is_read() -> None:
     assert parse("inner: {count: 3}\nnames: [a]\n", Settings, "here") == Settings(inner=Inner(count=3), names=["a"])
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GONE, "inner.workers", "inner.count")
+    monkeypatch.setitem(GONE, "front", "an instance for each core")
+    monkeypatch.setitem(GONE, "inner.count", "is a key here: this row is another process's")
+
+
+@pytest.mark.usefixtures("gone")
+def test_keys_that_went_are_named_with_what_takes_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("inner: {workers: 1, count: 2}\nfront: {a: 1}\n")
+    with pytest.raises(ConfigError) as refused:
+        load(path, Settings)
+    assert str(refused.value) == (
+        f"config {path}: inner.workers went: inner.count; front went: an instance for each core"
+    )
+    path.write_text("inner: {count: 2}\n")
+    assert load(path, Settings).inner.count == 2
+    with pytest.raises(ConfigError, match=r"inner.workers went: inner.count"):
+        load(path, Settings, ["inner.workers=3"])
+    for name in ("NPU_GR_FRONT__A", "NPU_GR_FRONT"):
+        with pytest.raises(ConfigError, match=f"environment: {name} went: an instance for each core"):
+            gather(path, Settings, variables={name: "1"})

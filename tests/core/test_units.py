@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.setting_types import BYTES, IN_BYTES, SECONDS, number
 from npu_gr.core.settings import Bytes, Count, Seconds, SomeBytes, parse
-from npu_gr.core.units import BYTES, IN_BYTES, SECONDS, number
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

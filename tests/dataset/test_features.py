@@ -16,8 +16,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare, read_dataset, read_log
 from npu_gr.dataset.spill import NUM_PARTS
 from npu_gr.dataset.summary import summary
-from npu_gr.features.columns import FeatureColumn
-from npu_gr.features.interactions import Interactions
+from npu_gr.features.interactions import FeatureColumn, Interactions
 from npu_gr.train.data import build_log
 
 HEADER = ("user_id", "item_id", "timestamp", "event_type", "seconds", "surface", "device", "tags", "affinity")

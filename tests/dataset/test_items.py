@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import item_id
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare

@@ -19,10 +19,10 @@ from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, ItemSearch, PromptKV
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Past, Segment
+from npu_gr.model.hstu_segments import Past, Segment
 
 MOST_BYTES = 32 << 20
 CPU = CPUBackend()
@@ -92,7 +92,7 @@ def test_rank(dtype: torch.dtype) -> None:
     """A pre-infer of 4,096 tokens, a rank of 500 candidates against it, and one without a cache."""
     shape = rank.config(num_layers=2)
     model = HSTU(shape).cast(dtype).eval()
-    model.freeze_items()
+    model.items.freeze()
     layout = KVLayout(
         num_layers=2, num_heads=shape.num_heads, qk_dim=shape.qk_dim, v_dim=shape.v_dim,
         dtype=str(dtype).removeprefix("torch."), arrangement=CPU.arrangement(dtype, 64),

@@ -14,16 +14,16 @@ from torch import Tensor
 from npu_gr.backend.calls import HstuCall, HstuShape
 from npu_gr.backend.tiles import Tiles
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.served import AttentionWay
 from npu_gr.engine.attention import Trial, choose_way, fastest, possible
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.model.history_tokens import Tokens
 from tests.models import events, tiny_model
 
 RUNS = (PageRun(0, 4),)

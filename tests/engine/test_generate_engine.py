@@ -31,19 +31,17 @@ from npu_gr.engine.generate_engine import (
     layout_of,
     make_prompt,
 )
-from npu_gr.engine.job import JobOrder
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramStore
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tier import DramStore, PrefixKey
 from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix
-from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.relay.config import RelayConfig
+from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
-from npu_gr.relay.trigger import TriggerConfig
+from tests.engine.kv.invariants import check_pool
 from tests.engine.test_beam_search import model
 
 CPU = CPUBackend()
@@ -217,7 +215,7 @@ async def test_every_way_to_the_prompt_gives_the_cold_items() -> None:
         lease, got = await ask(relay, engine, trie, prompt)
         assert (lease.outcome, lease.reason) == (Outcome.MISS_FULL, Reason.NOT_BEGUN)
         same(got, cold)
-        pool.check()
+        check_pool(pool)
 
 
 @pytest.mark.parametrize("encoded", [3, 9])
@@ -254,7 +252,7 @@ async def test_many_at_once_find_what_each_finds_alone(limits: dict[str, int]) -
             assert np.array_equal(got.item_ids, want.item_ids)
             np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
         await relay.settled()
-        pool.check()
+        check_pool(pool)
     assert sum(sizes) == 16
     assert max(sizes) > 1
 

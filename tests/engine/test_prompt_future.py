@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.engine import device_threads
-from npu_gr.engine.job import Job, JobResult
-from npu_gr.engine.prompt_future import PromptFuture
+from npu_gr.engine.device_threads import PromptFuture
+from npu_gr.engine.queue import Job, JobResult
 
 
 async def ended(future: PromptFuture[int], result: int | BaseException) -> list[str]:

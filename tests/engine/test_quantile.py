@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from npu_gr.engine.quantile import RunningQuantile
+from npu_gr.engine.cost import RunningQuantile
 
 
 @pytest.mark.parametrize("q", [0.1, 0.5, 0.9])

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from npu_gr.core.errors import Overloaded
-from npu_gr.engine.job import Demand, Job, JobStep
-from npu_gr.engine.queue import JobQueue, SchedulerConfig
+from npu_gr.engine.queue import Demand, Job, JobQueue, JobStep, SchedulerConfig
 
 FAR = float("inf")
 

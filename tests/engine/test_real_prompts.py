@@ -17,7 +17,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.model import hf
 from tests.decoders import VARIANTS, saved
 

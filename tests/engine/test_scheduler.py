@@ -15,8 +15,7 @@ import pytest
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
 from npu_gr.engine.device_threads import SWITCH_S
-from npu_gr.engine.job import Demand, JobOrder, JobStep
-from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.queue import Demand, JobOrder, JobStep, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from tests.serving import until
 

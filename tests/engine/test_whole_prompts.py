@@ -30,20 +30,19 @@ from npu_gr.engine.generate_engine import (
     layout_of,
     make_prompt,
 )
-from npu_gr.engine.job import JobOrder
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramStore
 from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tier import DramStore
 from npu_gr.engine.kv.tiers import Tiers
-from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model import t5
 from npu_gr.model.generative import UnsharedKV
-from npu_gr.model.t5_config import T5Config
-from npu_gr.relay.config import RelayConfig
+from npu_gr.model.t5 import T5Config
+from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
-from npu_gr.relay.trigger import TriggerConfig
 from tests.encoder_decoders import Encoded
+from tests.engine.kv.invariants import check_pool
 
 CPU = CPUBackend()
 USER = UserKey("", "u")
@@ -227,7 +226,7 @@ async def test_every_way_to_the_prompt_gives_the_cold_bits() -> None:
         lease, got = await ask(relay, engine, trie, longer)
         assert lease.outcome is Outcome.JOINED
         same_bits(got, after)
-        pool.check()
+        check_pool(pool)
     async with relayed(num_pages=1) as (relay, engine, pool):
         lease, got = await ask(relay, engine, trie, prompt)  # no room to keep it
         assert (lease.outcome, lease.keep) == (Outcome.MISS_FULL, None)
@@ -248,7 +247,7 @@ async def test_many_at_once_find_what_each_finds_alone(limits: dict[str, int]) -
             assert np.array_equal(got.item_ids, want.item_ids)
             np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
         await relay.settled()
-        pool.check()
+        check_pool(pool)
     assert max(sizes) > 1
 
 
@@ -308,7 +307,7 @@ async def test_what_ends_in_the_middle_of_an_encoding_leaves_no_page_behind(monk
         await worked.wait()  # at least one step has run
         await relay.erase(USER)
         await relay.settled()
-        pool.check()
+        check_pool(pool)
         assert pool.free_bytes == budget
         assert relay.signal(USER, prompt) is Verdict.PREINFER
         waiting = asyncio.create_task(ask(relay, engine, trie, prompt))
@@ -317,7 +316,7 @@ async def test_what_ends_in_the_middle_of_an_encoding_leaves_no_page_behind(monk
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await relay.settled()
-        pool.check()
+        check_pool(pool)
         assert pool.reserved_bytes == 0
         await drop_all(pool)
         with pytest.raises(DeadlineExceeded):

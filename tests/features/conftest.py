@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.base import HistoryConfig, HistoryStore
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
+from npu_gr.features.store import HistoryConfig, HistoryStore
 from tests.features.redis_server import redis_path
 
 

@@ -20,11 +20,11 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault
 from npu_gr.core.history import Events, UserKey, Write
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.base import EVENT, HistoryConfig, key_bytes, pack
 from npu_gr.features.checksum import CHECKED, pack_checked, unpack_checked
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.embedded_check import check, repair
 from npu_gr.features.redis import RedisStore
+from npu_gr.features.store import EVENT, HistoryConfig, key_bytes, pack
 from tests.features.redis_server import redis_path
 from tests.models import events
 
@@ -226,7 +226,7 @@ def test_a_file_that_was_cut_is_repaired(path: Path, tmp_path: Path) -> None:
     before = path.read_bytes()
     with path.open("r+b") as data:
         data.truncate(size * 4 // 5)
-    with pytest.raises(ConfigError, match="npu-gr store repair"):
+    with pytest.raises(ConfigError, match=r"npu-gr store .* --repair NEW"):
         EmbeddedStore(config(path))
     done = repair(path, tmp_path / "new.db")
     assert path.read_bytes() == before[: size * 4 // 5]
@@ -315,22 +315,22 @@ def test_a_newer_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_commands(path: Path, tmp_path: Path) -> None:
     run = CliRunner().invoke
-    done = run(main, ["store", "check", str(path)])
+    done = run(main, ["store", str(path)])
     assert done.exit_code == 0, done.output
     assert f"{NUM_USERS} users" in done.output
     with sql(path) as db:
         db.execute("UPDATE chunks SET data = zeroblob(length(data)) WHERE user = ?", (key_bytes(user(7)),))
-    done = run(main, ["store", "check", str(path)])
+    done = run(main, ["store", str(path)])
     assert done.exit_code == 1
     assert "1 users" in done.output
     assert "user-007" not in done.output
-    assert "user-007" in run(main, ["store", "check", str(path), "--verbose"]).output
+    assert "user-007" in run(main, ["store", str(path), "--verbose"]).output
     out = tmp_path / "new.db"
-    done = run(main, ["store", "repair", str(path), "--out", str(out)])
+    done = run(main, ["store", str(path), "--repair", str(out)])
     assert done.exit_code == 1, done.output  # something was lost
     assert f"{length(7)} events" in done.output
-    assert run(main, ["store", "check", str(out)]).exit_code == 0
-    assert run(main, ["store", "check", str(tmp_path / "none.db")]).exit_code == 2
+    assert run(main, ["store", str(out)]).exit_code == 0
+    assert run(main, ["store", str(tmp_path / "none.db")]).exit_code == 2
 
 
 async def command(*words: str) -> tuple[int, str]:
@@ -344,7 +344,7 @@ async def command(*words: str) -> tuple[int, str]:
 
 async def test_a_store_that_is_open_is_not_checked(path: Path) -> None:
     store = EmbeddedStore(config(path))
-    code, told = await command("store", "check", str(path))
+    code, told = await command("store", str(path))
     assert code == 2
     assert "in use by another process" in told
     await store.close()
@@ -416,13 +416,13 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
             with pytest.raises(StoreFailed) as failed:
                 await store.append(user(4), events(2), "k")
             assert failed.value.fault is StoreFault.CORRUPT
-            code, told = await command("store", "check", url)
+            code, told = await command("store", url)
             assert code == 1, told
             assert "3 users are whole" in told
             assert "1 users have damaged" in told
             await store.erase(user(3))
             await store.erase(user(4))
-            code, told = await command("store", "check", url)
+            code, told = await command("store", url)
             assert code == 0, told
             assert [key async for key in client.scan_iter(name(3, "*"))] == []
         await store.close()

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events, UserKey
-from npu_gr.features import embedded, embedded_overwrite
-from npu_gr.features.base import HistoryConfig
+from npu_gr.features import embedded, embedded_file
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.embedded_check import check, repair
+from npu_gr.features.store import HistoryConfig
 
 
 def of(number: int, length: int) -> Events:
@@ -45,7 +45,7 @@ def rooms(path: Path) -> list[int]:
     """Pages with something in the room that rows have left."""
     data = path.read_bytes()
     pages = [data[start : start + 4096] for start in range(0, len(data), 4096)]
-    return [page for page, one in enumerate(pages, 1) if embedded_overwrite._room(one, is_first=page == 1)]
+    return [page for page, one in enumerate(pages, 1) if embedded_file._room(one, is_first=page == 1)]
 
 
 def store_in(folder: Path) -> EmbeddedStore:
@@ -236,7 +236,7 @@ async def test_files_are_their_owners_alone_whatever_the_umask(
 
 def test_the_room_of_a_page_ends_where_its_cells_begin() -> None:
     leaf = bytearray(b"\x0a\0\0\0\2\0\x40\0" + bytes([0x40, 0x41, 0x42, 0x43]) + b"old" + bytes(49) + b"x" * 64)
-    assert embedded_overwrite._room(bytes(leaf), is_first=False) == (12, bytes(52))
+    assert embedded_file._room(bytes(leaf), is_first=False) == (12, bytes(52))
     leaf[12:15] = bytes(3)
-    assert embedded_overwrite._room(bytes(leaf), is_first=False) is None
-    assert embedded_overwrite._room(b"\0\0\0\7" + b"x" * 508, is_first=False) is None  # belongs to no tree
+    assert embedded_file._room(bytes(leaf), is_first=False) is None
+    assert embedded_file._room(b"\0\0\0\7" + b"x" * 508, is_first=False) is None  # belongs to no tree

@@ -20,14 +20,13 @@ from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.feature_schema.columns import Columns, as_columns
 from npu_gr.core.history import Events, Mode, UserKey, Write
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.base import HistoryConfig, HistoryStore, key_bytes
 from npu_gr.features.checksum import row_sum
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.embedded_check import check, repair
 from npu_gr.features.event_features import check_size, join_runs, load_runs, pack_runs, unpack_runs
-from npu_gr.features.merge import merge
-from npu_gr.features.redis_check import check_redis
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
+from npu_gr.features.redis import check_redis
+from npu_gr.features.store import HistoryConfig, HistoryStore, key_bytes, merge
 from tests.features.test_store import equal
 from tests.features_of import random_features, values
 from tests.models import events

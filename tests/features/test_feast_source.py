@@ -12,7 +12,8 @@ import pytest
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
-from npu_gr.features.source import SourceConfig, open_source
+from npu_gr.features.store import SourceConfig
+from npu_gr.features.user_features import open_source
 
 FEATURES = {"country": "profile:country", "age": "profile:age", "visits": "weekly:country"}
 NAMES = ("country", "age", "visits", "other")

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from npu_gr.core.errors import StoreFailed, Unprocessable
 from npu_gr.core.history import Events, Mode, UserKey, Write, Written
 from npu_gr.features import embedded_file
-from npu_gr.features.base import HistoryConfig, HistoryStore
 from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.merge import merge
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
+from npu_gr.features.store import HistoryConfig, HistoryStore, merge
 from tests.features.test_store import equal
 from tests.models import events
 

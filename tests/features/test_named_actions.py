@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import StoreFailed
+from npu_gr.core.names import difference
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.base import HistoryConfig, HistoryStore
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.embedded_check import repair
-from npu_gr.features.named_actions import difference
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
+from npu_gr.features.store import HistoryConfig, HistoryStore
 from tests.features.redis_server import redis_path
 
 

@@ -19,9 +19,9 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import from_table
-from npu_gr.features.base import HistoryConfig, RedisTlsConfig
-from npu_gr.features.redis_tls import is_in_clear
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
+from npu_gr.features.redis import is_in_clear
+from npu_gr.features.store import HistoryConfig, RedisTlsConfig
 from tests.certificates import Authority, Pair
 from tests.models import events
 
@@ -108,11 +108,11 @@ def test_the_store_is_checked_over_tls(authority: Authority, port: int) -> None:
     with pytest.MonkeyPatch.context() as patch:  # the command writes into the environment
         for name in ("NPU_GR_CA", "NPU_GR_CERT", "NPU_GR_CERT_KEY"):
             patch.setenv(name, "")
-        good = CliRunner().invoke(main, [*files, "store", "check", url])
+        good = CliRunner().invoke(main, [*files, "store", url])
         assert good.exit_code == 0, good.output
         assert "entries" in good.output
         patch.setenv("NPU_GR_CA", "")
-        assert CliRunner().invoke(main, ["store", "check", url]).exit_code == 2
+        assert CliRunner().invoke(main, ["store", url]).exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unavailable
 from npu_gr.core.history import Events, UserKey, Write
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features import embedded_file
-from npu_gr.features.base import HistoryConfig, HistoryStore, key_bytes
 from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.store import open_store
+from npu_gr.features.open import open_store
+from npu_gr.features.store import HistoryConfig, HistoryStore, key_bytes
 from tests.models import events
 
 USER = UserKey("t", "u")
@@ -146,7 +146,7 @@ async def test_a_caller_that_goes_away_breaks_nothing(store: HistoryStore) -> No
 _WRITER = """
 import asyncio, sys
 import numpy as np
-from npu_gr.features.store import HistoryConfig, open_store
+from npu_gr.features.open import open_store; from npu_gr.features.store import HistoryConfig
 from npu_gr.core.request import Events, UserKey
 
 async def main():
@@ -208,7 +208,7 @@ async def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_records_are_packed() -> None:
-    from npu_gr.features.base import EVENT, pack, unpack
+    from npu_gr.features.store import EVENT, pack, unpack
 
     history = events(50)
     assert len(pack(history)) == 50 * EVENT.itemsize == 900

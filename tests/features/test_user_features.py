@@ -15,8 +15,8 @@ import pytest
 from npu_gr.core.errors import ConfigError, StoreFault
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesSource, UserKey
-from npu_gr.features.source import AsyncSource, SourceConfig, ThreadedSource, open_source
-from npu_gr.features.user_features import UserFeatures, as_row
+from npu_gr.features.store import SourceConfig
+from npu_gr.features.user_features import AsyncSource, ThreadedSource, UserFeatures, as_row, open_source
 from tests.features_of import every_feature
 
 READS: dict[str, Feature] = {one.name: one for one in every_feature() if one.of == "user"}

@@ -14,12 +14,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from npu_gr.access.rules import rules
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.core.settings import from_table
 from npu_gr.fleet.balancers import BALANCERS, envoy
 from npu_gr.router.config import InstanceConfig, RouterConfig
+from npu_gr.server.auth.rules import rules
 from tests.router.chaos import free_port
 from tests.router.fake import Fake, table
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.catalogue.items import ItemVocabulary
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
-from npu_gr.jobs.coverage import Coverage, CoverageRule
+from npu_gr.jobs.scored_items import Coverage, CoverageRule
+from npu_gr.model.history_tokens import ItemVocabulary
 
 
 def ids(*items: int) -> I64:

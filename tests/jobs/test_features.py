@@ -27,9 +27,9 @@ from npu_gr.core.request import (
     SignalRequest,
 )
 from npu_gr.model.feature_rows import FeatureValues
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import load
-from npu_gr.relay.inventory import Inventory
+from npu_gr.relay.lookup import Inventory
 from npu_gr.service.service import Service
 from tests.features_of import every_feature, random_features, row, values
 from tests.models import CPU
@@ -80,7 +80,7 @@ class Asked:
     def trained(self, folder: Path) -> np.ndarray[Any, Any]:
         """What the trainer's reading of the same rows gives: no service, no request, one forward pass."""
         model = load(folder).model
-        model.freeze_items()
+        model.items.freeze()
 
         def encoded(of: Of, columns: dict[str, Any], num_rows: int) -> FeatureValues | None:
             own = [one for one in self.features if one.of == of]

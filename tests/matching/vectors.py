@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from npu_gr.core.history import UserKey
-from npu_gr.matching.source import SourceItems
+from npu_gr.matching.fold import SourceItems
 from npu_gr.matching.vectors import Vectors
 
 FIRST_ID = 100  # external ids are rows x 2 + this; those of the source's items are 11, 13 and 15

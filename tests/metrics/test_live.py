@@ -34,7 +34,6 @@ from tests.server.test_match_over_http import section as match_section
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
 
 pytestmark = pytest.mark.prometheus
-FRONT = "npu_gr_front_"  # of workers, which it has not; tests/front/test_processes.py reads them
 LOAD_S = 9.0
 WINDOW = "8s"  # of rates
 
@@ -138,7 +137,7 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
                     (name, expr): await figures(http, url, expr, instant)
                     for name, (_, panel) in zip(IDS, PANELS, strict=True)
                     for expr in expressions(panel)
-                    if ROUTER not in expr and FRONT not in expr
+                    if ROUTER not in expr
                 }
                 empty = {name for (name, _), values in found.items() if not any(map(math.isfinite, values))}
                 if not empty:

@@ -82,7 +82,6 @@ BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
 CALLS = 'npu_gr_store_calls_total{instance="a",operation="%s",result="%s"}'
 USERS = 'npu_gr_user_features_total{instance="a",source="%s"}'
 DEGRADED = 'npu_gr_history_degraded_total{instance="a",source="last_known",fault="store_slow"}'
-STARTS = 'npu_gr_front_worker_starts_total{instance="a",worker="1"}'
 UP, READY = 'up{instance="a",job="npu_gr"}', 'npu_gr_ready{instance="a"}'
 
 
@@ -107,10 +106,6 @@ def froze(times: int) -> dict[str, str]:
 
 def dropped(lines: int) -> dict[str, str]:
     return {'npu_gr_log_lines_dropped_total{instance="a",stream="stdout"}': f"0+{lines}x30"}
-
-
-def of_router(series: dict[str, str]) -> dict[str, str]:
-    return {name.replace("npu_gr_", "npu_gr_router_", 1): values for name, values in series.items()}
 
 
 def shed(refused: int, admitted: int) -> dict[str, str]:
@@ -197,10 +192,7 @@ CAUSES: list[Case] = [
     *one("NpuGrHistoryDegraded", degraded(3, 100), degraded(1, 200), 15, **INSTANCE),
     *one("NpuGrEventLoopBlocked", lag(95, 5), lag(995, 5), 25, **INSTANCE),
     *one("NpuGrEventLoopBlocked", froze(1), froze(0), 25, **INSTANCE),
-    *one("NpuGrEventLoopBlocked", of_router(froze(1)), of_router(froze(0)), 25, **INSTANCE),
-    *one("NpuGrFrontWorkerDies", {STARTS: "1x5 2x20"}, {STARTS: "2x25"}, 10, instance="a", worker="1"),
     *one("NpuGrLogLinesDropped", dropped(1), dropped(0), 25, **STDOUT),
-    *one("NpuGrLogLinesDropped", of_router(dropped(1)), of_router(dropped(0)), 25, **STDOUT),
     *one("NpuGrApiKeysFileStale", {STALE: "1x9"}, {STALE: "0 1 0 0 0 0 0 0 0 0"}, 8, **INSTANCE),
     *one("NpuGrNoApiKeys", {KEYS: "0x20", WRONG: "0+9x20"}, {KEYS: "0x20", WRONG: "0x20"}, 15, **INSTANCE),
     Case({KEYS: "1x20", WRONG: "0+9x20"}, 15, {}, ["NpuGrNoApiKeys"]),
@@ -210,60 +202,40 @@ CAUSES: list[Case] = [
 ]
 
 
-ROUTED = 'npu_gr_router_requests_total{instance="r",kind="%s",status="%d"}'
-REFUSED = 'npu_gr_router_refused_total{instance="r",kind="signal",why="unavailable"}'
-AGAIN = 'npu_gr_router_retries_total{instance="r",why="late"}'
-OUT = 'npu_gr_router_instance_up{instance="r",backend="gr-1"}'
-GONE = 'npu_gr_router_instance_gone{instance="r",backend="gr-1"}'
 ROUTER_UP = 'up{instance="r",job="npu_gr_router"}'
-FULL = 'npu_gr_router_refused_connections_total{instance="r"}'
-STALE = 'npu_gr_router_api_keys_file_stale{instance="r"}'
-OPEN, MOST = 'npu_gr_router_connections{instance="r"}', 'npu_gr_router_max_connections{instance="r"}'
+ACTIVE = 'haproxy_backend_active_servers{instance="r",proxy="users"}'
+ANSWERS = 'haproxy_frontend_http_responses_total{instance="r",proxy="npu_gr",code="%s"}'
+OPEN = 'haproxy_process_current_connections{instance="r"}'
+MOST = 'haproxy_process_max_connections{instance="r"}'
+DOWN = 'haproxy_server_status{instance="r",proxy="users",server="gr-1",state="DOWN"}'
+AGAIN = 'haproxy_backend_retry_warnings_total{instance="r",proxy="users"}'
+ASKED = 'haproxy_backend_http_requests_total{instance="r",proxy="users"}'
+QUEUED = 'haproxy_backend_queue_time_average_seconds{instance="r",proxy="users"}'
+IDLE = 'haproxy_process_idle_time_percent{instance="r"}'
+LOST = 'haproxy_process_dropped_logs_total{instance="r"}'
+ROUTER = {"instance": "r"}
+USERS_OF_ROUTER = {"instance": "r", "proxy": "users"}
+OF_SERVER = {**USERS_OF_ROUTER, "server": "gr-1", "state": "DOWN"}
 
 
-def routed(kind: str, good: int, failed: int) -> dict[str, str]:
-    return {ROUTED % (kind, 200): f"0+{good}x30", ROUTED % (kind, 503): f"0+{failed}x30"}
+def routed(good: int, failed: int) -> dict[str, str]:
+    return {ANSWERS % "2xx": f"0+{good}x30", ANSWERS % "5xx": f"0+{failed}x30"}
 
 
-def added(quick: int, slow: int) -> dict[str, str]:
-    name = 'npu_gr_router_added_seconds_bucket{instance="r",kind="rank",le="%s"}'
-    return {
-        name % edge: f"0+{count}x30"
-        for edge, count in {"0.01": quick, "0.02": quick + slow, "+Inf": quick + slow}.items()
-    }
+def again(num: int) -> dict[str, str]:
+    return {AGAIN: f"0+{num}x30", ASKED: "0+100x30"}
 
 
-ROUTER: dict[str, str] = {"instance": "r"}
 CAUSES += [
     *one("NpuGrRouterDown", {ROUTER_UP: "0x5"}, {ROUTER_UP: "1 0 1 0 1 0"}, 4, instance="r", job="npu_gr_router"),
-    *one(
-        "NpuGrRouterPanic",
-        {"npu_gr_router_panic" + '{instance="r"}': "1x5"},
-        {"npu_gr_router_panic": "0x5"},
-        4,
-        **ROUTER,
-    ),
-    *one("NpuGrRouterErrors", routed("rank", 97, 3), routed("rank", 995, 5), 15, **ROUTER),
-    *one("NpuGrRouterConnectionsFull", {FULL: "0 0 3 3 3"}, {FULL: "3x5", OPEN: "80x5", MOST: "100x5"}, 4, **ROUTER),
-    Case({OPEN: "95x5", MOST: "100x5"}, 4, {"NpuGrRouterConnectionsFull": ROUTER}, []),
-    *one("NpuGrRouterKeysStale", {STALE: "1x5"}, {STALE: "0 1 0 1 0 1"}, 4, **ROUTER),
-    *one("NpuGrRouterInstanceOut", {OUT: "0x5"}, {OUT: "0 1 0 1 0 1"}, 4, instance="r", backend="gr-1"),
-    Case({OUT: "0x5", GONE: "1x5"}, 4, {}, ["NpuGrRouterInstanceOut"]),
-    *one(
-        "NpuGrRouterSignalsRefused",
-        {REFUSED: "0+3x20"} | routed("signal", 97, 0),
-        {REFUSED: "0+1x20"} | routed("signal", 500, 0),
-        15,
-        **ROUTER,
-    ),
-    *one(
-        "NpuGrRouterSecondTries",
-        {AGAIN: "0+6x30"} | routed("rank", 94, 0),
-        {AGAIN: "0+4x30"} | routed("rank", 96, 0),
-        25,
-        **ROUTER,
-    ),
-    *one("NpuGrRouterSlow", added(95, 5), added(999, 1), 25, **ROUTER),
+    *one("NpuGrRouterNoInstance", {ACTIVE: "0x5"}, {ACTIVE: "0 1 0 1 0 1"}, 4, **USERS_OF_ROUTER),
+    *one("NpuGrRouterErrors", routed(97, 3), routed(995, 5), 15, **ROUTER),
+    *one("NpuGrRouterConnectionsFull", {OPEN: "95x5", MOST: "100x5"}, {OPEN: "80x5", MOST: "100x5"}, 4, **ROUTER),
+    *one("NpuGrRouterInstanceOut", {DOWN: "1x5"}, {DOWN: "1 0 1 0 1 0"}, 4, **OF_SERVER),
+    *one("NpuGrRouterSecondTries", again(6), again(4), 25, **ROUTER),
+    *one("NpuGrRouterSlow", {QUEUED: "0.02x30"}, {QUEUED: "0.005x30"}, 25, **USERS_OF_ROUTER),
+    *one("NpuGrRouterBusy", {IDLE: "10x30"}, {IDLE: "30x30"}, 25, **ROUTER),
+    *one("NpuGrRouterLogLinesDropped", {LOST: "0+1x30"}, {LOST: "0x30"}, 25, **ROUTER),
 ]
 
 
@@ -277,7 +249,7 @@ def as_test(case: Case) -> dict[str, Any]:
                     "exp_labels": {**labels, **ALERTS[alert]["labels"]},
                     "exp_annotations": {
                         name: text.replace("{{ $labels.instance }}", labels.get("instance", "a"))
-                        .replace("{{ $labels.backend }}", "gr-1")
+                        .replace("{{ $labels.server }}", "gr-1")
                         .replace("{{ $labels.tier }}", "hbm")
                         .replace("{{ $labels.where }}", "reload")
                         .replace("{{ $labels.what }}", "configuration")

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.model import experts
-from npu_gr.model.experts import Experts, ExpertsConfig
+from npu_gr.model import decoder as experts
+from npu_gr.model.decoder import Experts, ExpertsConfig
 
 OPS = TorchOps()
 

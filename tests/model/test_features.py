@@ -13,7 +13,7 @@ from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.schema import OFS, Feature
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import CPU, NONE, Request, Store, tiny_model
 
@@ -110,9 +110,9 @@ def test_each_group_counts_and_only_for_its_own(monkeypatch: pytest.MonkeyPatch)
 
 def test_features_of_items_are_in_their_rows() -> None:
     model = tiny_model(features=FEATURES)
-    before = model.embed_items(torch.arange(300))
+    before = model.items.embed(torch.arange(300))
     model.item_feature_numbers[5] = 1.0
-    after = model.embed_items(torch.arange(300))
+    after = model.items.embed(torch.arange(300))
     assert (before != after).any(1).nonzero().ravel().tolist() == [5]
 
 
@@ -187,10 +187,10 @@ def test_tokens_of_the_user_give_the_same_bits_from_pages(dtype: torch.dtype) ->
 def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     model = tiny_model(dtype, features=FEATURES)
     model.item_feature_numbers.normal_()
-    model.freeze_items()
+    model.items.freeze()
     save(Checkpoint(model=model, item_ids=np.arange(300), name="tiny"), tmp_path)
     again = load(tmp_path).model
-    again.freeze_items()
+    again.items.freeze()
     assert again.config == model.config
     request = WithFeatures(20, 4)
     assert torch.equal(again(CPU, [request.tokens(0)])[0], model(CPU, [request.tokens(0)])[0])

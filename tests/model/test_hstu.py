@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
-from npu_gr.model.segment import Past
+from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.model.hstu_segments import Past
 from tests.models import CPU, NONE, Request, Store, cached, full, tiny_model
 
 # Largest allowed difference as a share of the logits' standard deviation; docs/exactness.md.
@@ -174,7 +174,7 @@ def test_every_input_matters() -> None:
     assert drift(full(model, later), want) > 1e-6
     plain = tiny_model(torch.float64)
     plain.get_buffer("feature_ids_0")[:] = 0
-    plain.freeze_items()
+    plain.items.freeze()
     assert drift(full(plain, request), want) > 1e-6
 
 

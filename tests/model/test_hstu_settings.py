@@ -13,7 +13,7 @@ from npu_gr.backend.calls import HstuCall, HstuShape
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.config import HSTUConfig, TimeBuckets, inexact_fields, write_keys
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.time_buckets import NEVER_S, bucket_by_formula, edges_of
+from npu_gr.model.hstu_layer import NEVER_S, bucket_by_formula, edges_of
 from tests.models import CPU, Request, cached, full, tiny_config, tiny_model
 
 LOG = TimeBuckets(function="log", count=20, divisor=0.301)
@@ -182,7 +182,7 @@ def _made(variant: dict[str, Any]) -> HSTU:
         for name, parameter in model.named_parameters():
             if name.startswith("feature."):
                 parameter[-1] = 0  # padding
-    model.freeze_items()
+    model.items.freeze()
     return model
 
 
@@ -209,7 +209,7 @@ def test_the_last_behaviour_answers_at_the_requests_time(num_history: int) -> No
     for scores in (got, full(model, request, ReferenceBackend())):
         assert float((scores - want).abs().max()) < 1e-5  # items are compared in fp32
     (u,) = model(CPU, [request.segment(candidates=torch.tensor([300]), is_next=True)])
-    assert float(((model.item_vectors()[request.candidates] @ u[0].float())[:, None] - want).abs().max()) < 1e-5
+    assert float(((model.items.vectors()[request.candidates] @ u[0].float())[:, None] - want).abs().max()) < 1e-5
     (line,) = inexact_fields(model.config)
     assert "E10" in line
 

@@ -15,8 +15,8 @@ from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig, ItemFeature, write_keys
+from npu_gr.model.feature_rows import ItemCodeRows, NewItems, draw_kept
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import ItemCodeRows, NewItems, draw_kept
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import CPU, Request, tiny_config, tiny_model
 
@@ -32,7 +32,7 @@ def ranker(dtype: torch.dtype = torch.float32, **changes: object) -> HSTU:
     random = torch.Generator().manual_seed(1)
     codes = [torch.randint(0, count + 1, (300,), generator=random) for count in CODES]
     model.codes.of_item.copy_(torch.stack(codes, dim=1))
-    model.freeze_items(4)
+    model.items.freeze(4)
     return model
 
 
@@ -52,18 +52,18 @@ def new_items(count: int = 3, with_values: bool = False) -> NewItems:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_written_row_is_that_of_a_trained_item_without_a_residual(dtype: torch.dtype) -> None:
     model = ranker(dtype)
-    table = model.item_vectors().clone()
+    table = model.items.vectors().clone()
     new = new_items()
     wide = with_new_items(model, new)
-    model.write_items(300, model.new_item_vectors(new))
-    written = model.item_vectors()
-    assert torch.equal(written[:303], wide.item_vectors())
+    model.items.write(300, model.items.new_vectors(new))
+    written = model.items.vectors()
+    assert torch.equal(written[:303], wide.items.vectors())
     assert torch.equal(written[:300], table[:300])
     assert not written[303].any()
     request = Request(12, 5)
     segment = request.segment(candidates=torch.tensor([300, 7, 302]))
     assert torch.equal(model(CPU, [segment])[0], wide(CPU, [segment])[0])
-    at_next = [torch.tensor([one.num_rows]) for one in (model, wide)]  # NEXT's is the last row, behind the spare ones
+    at_next = [torch.tensor([one.items.num_rows]) for one in (model, wide)]  # NEXT's is behind the spare ones
     segments = [request.segment(candidates=row, is_next=True) for row in at_next]
     assert torch.equal(model(CPU, segments[:1])[0], wide(CPU, segments[1:])[0])
 
@@ -75,7 +75,7 @@ def test_retrieval_compares_with_the_written_row_too(dtype: torch.dtype, norm: s
     engine = RankEngine(model, CPU, Scheduler(SchedulerConfig()), None)  # type: ignore[arg-type]
     before = engine._table().clone()
     engine.write_items(300, new_items())
-    assert torch.equal(engine._table(), model.item_vectors())
+    assert torch.equal(engine._table(), model.items.vectors())
     assert not torch.equal(engine._table(), before)
 
 
@@ -90,15 +90,15 @@ def test_features_of_the_schema_belong_to_a_new_row() -> None:
     model.codes.of_item[5:8] = torch.from_numpy(new.codes)
     with torch.no_grad():
         model.item.weight[5:8] = 0
-        assert torch.equal(model.new_item_vectors(new), model.embed_items(torch.arange(5, 8)))
+        assert torch.equal(model.items.new_vectors(new), model.items.embed(torch.arange(5, 8)))
 
 
 def test_a_row_is_written_among_the_spare_ones_alone() -> None:
     model = ranker()
     with pytest.raises(AssertionError):
-        model.write_items(299, model.new_item_vectors(new_items(1)))
+        model.items.write(299, model.items.new_vectors(new_items(1)))
     with pytest.raises(AssertionError):
-        model.write_items(302, model.new_item_vectors(new_items(3)))
+        model.items.write(302, model.items.new_vectors(new_items(3)))
 
 
 def test_the_start_leaves_every_sum_as_it_was() -> None:
@@ -117,10 +117,10 @@ def test_the_start_leaves_every_sum_as_it_was() -> None:
 def test_a_dropped_item_is_the_rest_of_its_sum_wherever_it_is() -> None:
     model = ranker()
     every = torch.arange(301)
-    whole = model.embed_items(every)
-    model.kept_rows = torch.ones(300, 1)
-    model.kept_rows[[4, 9]] = 0
-    dropped = model.embed_items(every)
+    whole = model.items.embed(every)
+    model.items.kept_rows = torch.ones(300, 1)
+    model.items.kept_rows[[4, 9]] = 0
+    dropped = model.items.embed(every)
     changed = (dropped != whole).any(1).nonzero()[:, 0].tolist()
     assert changed == [4, 9]
     assert torch.allclose(whole[4] - dropped[4], model.item.weight[4], atol=1e-6)
@@ -135,9 +135,9 @@ def test_a_checkpoint_keeps_codes_and_names_of_values(tmp_path: Path) -> None:
     model = ranker(item_features=(genre,))
     save(Checkpoint(model=model, item_ids=np.arange(300), name="new"), tmp_path)
     again = load(tmp_path).model
-    again.freeze_items(4)
+    again.items.freeze(4)
     assert again.config == model.config
-    assert torch.equal(again.item_vectors(), model.item_vectors())
+    assert torch.equal(again.items.vectors(), model.items.vectors())
     plain = write_keys(tiny_config())
     assert not {"item_codes", "row_dropout"} & plain.keys()  # what older versions read stays as it was
     assert plain["item_features"] == ({"name": "genre", "num_values": 7, "max_values": 3},)

@@ -15,7 +15,7 @@ from torch import Tensor
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.config import write_keys
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import CPU, NONE, Request, Store, full, tiny_config, tiny_model
 
@@ -85,16 +85,16 @@ def test_it_sees_the_history_the_time_and_itself() -> None:
         assert float((vector(model, changed) - want).abs().max()) > 1e-6
     with torch.no_grad():
         model.next_item[0] += 0.5
-    model.freeze_items()
+    model.items.freeze()
     assert float((vector(model, request) - want).abs().max()) > 1e-6
 
 
 def test_the_table_is_the_items_with_their_features_and_one_row_more() -> None:
     model = trunk()
     rows = torch.arange(301)
-    assert torch.equal(model.item_vectors(), model.embed_items(rows)[:300])
-    assert torch.equal(model.embed_items(rows)[300], model.next_item)
-    assert trunk(torch.bfloat16).item_vectors().dtype == torch.float32
+    assert torch.equal(model.items.vectors(), model.items.embed(rows)[:300])
+    assert torch.equal(model.items.embed(rows)[300], model.next_item)
+    assert trunk(torch.bfloat16).items.vectors().dtype == torch.float32
 
 
 def test_a_new_model_starts_as_its_final_row() -> None:
@@ -109,7 +109,7 @@ def test_a_checkpoint_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
     model = trunk(dtype)
     save(Checkpoint(model=model, item_ids=np.arange(300), name="tiny"), tmp_path)
     again = load(tmp_path).model
-    again.freeze_items()
+    again.items.freeze()
     assert torch.equal(vector(again, Request(50, 1)), vector(model, Request(50, 1)))
     assert vector(again, Request(50, 1)).dtype == torch.float32
 

@@ -13,8 +13,7 @@ from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.cpu.order import NativeOrder
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.neighbours import Neighbours
-from npu_gr.model.order import DECAY, LINEAR, SCALE, WEIGHTS, Order
-from npu_gr.model.order_sum import OrderSum
+from npu_gr.model.order import DECAY, LINEAR, SCALE, WEIGHTS, Order, OrderSum
 from tests.models import tiny_order
 
 ISAS = [pytest.param(isa, id=isa) for isa in supported()]

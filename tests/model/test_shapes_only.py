@@ -12,8 +12,7 @@ import torch
 
 from npu_gr.model.config import ItemFeature
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.shapes_only import shapes_only
-from npu_gr.model.weights import Checkpoint, save
+from npu_gr.model.weights import Checkpoint, save, shapes_only
 from tests import decoders, encoder_decoders
 from tests.models import tiny_config, tiny_model
 

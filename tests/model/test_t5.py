@@ -13,10 +13,10 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import I64
-from npu_gr.engine.kv.beam_arena import fork_ancestry
+from npu_gr.engine.kv.arena import fork_ancestry
 from npu_gr.model import hf_t5, t5
 from npu_gr.model.generative import UnsharedKV
-from npu_gr.model.t5_config import T5Config
+from npu_gr.model.t5 import T5Config
 from tests.encoder_decoders import SIZES, VARIANTS, Encoded, hf_logits, saved
 from tests.models import CPU
 

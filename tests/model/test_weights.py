@@ -30,7 +30,7 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
     again = load(tmp_path / "deep" / "er")
     assert (again.version, again.name, again.metrics) == (version, "tiny", {"auc": 0.5})
     assert np.array_equal(again.item_ids, checkpoint.item_ids)
-    again.model.freeze_items()
+    again.model.items.freeze()
     assert torch.equal(full(again.model, Request(50, 5)), full(checkpoint.model, Request(50, 5)))
 
 
@@ -40,7 +40,7 @@ def test_a_ranker_without_relative_bias_has_no_tables(tmp_path: Path) -> None:
     save(Checkpoint(model=model, item_ids=np.arange(300), name="tiny"), tmp_path)
     assert not [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("_bias")]
     again = load(tmp_path).model
-    again.freeze_items()
+    again.items.freeze()
     assert again.config.relative_bias == "none"
     assert torch.equal(full(again, Request(50, 5)), full(model, Request(50, 5)))
 

@@ -13,22 +13,20 @@ import numpy as np
 import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.catalogue.items import ItemVocabulary
-from npu_gr.catalogue.tokens import Tokens, tokenize
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import Events, UserKey
-from npu_gr.engine.job import JobOrder
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramStore
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tier import DramStore
 from npu_gr.engine.kv.tiers import Tiers
-from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.relay.config import RelayConfig
+from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
+from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
-from npu_gr.relay.trigger import TriggerConfig
+from tests.engine.kv.invariants import check_dram, check_pool
 from tests.models import events, tiny_config, tiny_model
 
 USER = UserKey("", "u")
@@ -70,9 +68,9 @@ class Bench:
         await self.relay.settled()
 
     def has_leaked(self) -> bool:
-        self.pool.check()
+        check_pool(self.pool)
         if self.dram is not None:
-            self.dram.check()
+            check_dram(self.dram)
         return self.relay.is_busy or bool(self.pool.reserved_bytes)
 
     @asynccontextmanager

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import DeviceError, PoolExhausted
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
 from npu_gr.engine.rank_engine import RankPass
-from npu_gr.relay.producer import ProducerKind
+from npu_gr.model.history_tokens import Tokens
+from npu_gr.relay.producers import ProducerKind
 from npu_gr.relay.relay import Lease
+from tests.engine.kv.invariants import check_pool
 from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
 
 
@@ -302,7 +303,7 @@ async def test_bytes_never_exceed_the_budget(streams: int) -> None:
             if seed not in wants:
                 wants[seed] = await b.cold(history)
             assert same(scores, wants[seed]), (number, lease)
-            b.pool.check()
+            check_pool(b.pool)
 
         await asyncio.gather(*(one(number) for number in range(80)))
         await b.idle()

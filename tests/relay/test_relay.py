@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Brownout, Outcome, Reason, Verdict
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.rank_engine import RankPass
+from npu_gr.model.history_tokens import Tokens
 from tests.models import events
 from tests.relay.rig import CANDIDATES, USER, bench, same, tokenized, tokens
 

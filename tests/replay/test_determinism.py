@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from npu_gr.admission.door import Slot
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
+from npu_gr.server.admission.controller import Permit
 from tests.models import events
 from tests.serving import FIRST_ID, serving
 
@@ -56,10 +56,10 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         serve = service.serve
 
         async def spilled(
-            kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: object = None
+            kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: object = None
         ) -> A:
             """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
-            answer = await serve(kind, request, budget_s, slot, shown)
+            answer = await serve(kind, request, budget_s, permit, shown)
             await service.versions.ranker().relay.settled()
             return answer
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.access.throttle import BURST
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Scope
 from npu_gr.core.settings import from_table
 from npu_gr.router.access import placed_by
 from npu_gr.router.config import RouterConfig
+from npu_gr.server.auth.throttle import BURST
 from tests.keys import bearer, entry, secret, write_keys
 from tests.router.fake import Site, site
 from tests.router.test_proxy import raw
@@ -168,7 +168,7 @@ async def test_a_key_over_its_rate_gets_429_and_alerts_nobody(tmp_path: Path) ->
 
 
 async def test_wrong_keys_wait_and_right_ones_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.access.throttle.HOLD_S", 30.0)
+    monkeypatch.setattr("npu_gr.server.auth.throttle.HOLD_S", 30.0)
     async with site(1, api_keys_file=write_keys(tmp_path / "keys.yaml", entry("a"))) as s:
         for _ in range(int(BURST)):
             assert (await raw(s.port, head(line("wrong"), b"Content-Length: 0"))).startswith(b"HTTP/1.1 401 ")
@@ -185,7 +185,7 @@ async def test_wrong_keys_wait_and_right_ones_do_not(tmp_path: Path, monkeypatch
 
 
 async def test_a_wrong_key_is_told_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.access.throttle.HOLD_S", 0.05)
+    monkeypatch.setattr("npu_gr.server.auth.throttle.HOLD_S", 0.05)
     async with site(1, api_keys_file=write_keys(tmp_path / "keys.yaml", entry("a"))) as s:
         for _ in range(int(BURST) + 3):
             request = head(line("wrong"), b"X-Request-Timeout-Ms: 10", b"Content-Length: 9") + b"abc"

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from npu_gr.access.rules import ROUTER_ADMIN
-from npu_gr.access.throttle import BURST
 from npu_gr.core.kinds import Scope
 from npu_gr.core.settings import from_table
 from npu_gr.router.admin import build_admin_app
@@ -18,6 +16,8 @@ from npu_gr.router.admin_runner import MAX_CONNECTIONS
 from npu_gr.router.config import RouterConfig
 from npu_gr.router.metrics import RouterMetrics
 from npu_gr.router.router import Router
+from npu_gr.server.auth.rules import ROUTER_ADMIN
+from npu_gr.server.auth.throttle import BURST
 from tests.keys import bearer, entry, write_keys
 from tests.router.fake import Site, site
 from tests.router.test_access import INSTANCES
@@ -95,8 +95,10 @@ async def test_each_route_needs_its_scope(tmp_path: Path) -> None:
 
 
 async def test_wrong_keys_wait_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.access.throttle.HOLD_S", 3.0)
-    monkeypatch.setattr("npu_gr.access.throttle.RATE_PER_S", 1e-9)  # none is earned meanwhile, on a busy machine either
+    monkeypatch.setattr("npu_gr.server.auth.throttle.HOLD_S", 3.0)
+    monkeypatch.setattr(
+        "npu_gr.server.auth.throttle.RATE_PER_S", 1e-9
+    )  # none is earned meanwhile, on a busy machine either
     async with site(1, api_keys_file=write_keys(tmp_path / "keys.yaml", entry("a", scopes=[Scope.OBSERVE]))) as s:
         for _ in range(int(BURST)):
             assert await ask(s, "GET", "/status", bearer("wrong")) == 401

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.access.throttle import BURST
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import from_table
 from npu_gr.router.answers import Refused
 from npu_gr.router.config import LimitsConfig
 from npu_gr.router.kept import KeptBytes
 from npu_gr.router.request import RequestBody
+from npu_gr.server.auth.throttle import BURST
 from tests.keys import write_keys
 from tests.router.fake import site
 from tests.router.test_proxy import post, raw
@@ -104,7 +104,7 @@ async def test_once_an_answer_has_begun_nothing_is_kept() -> None:
 
 
 async def test_the_body_behind_a_refusal_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.access.throttle.HOLD_S", 30.0)
+    monkeypatch.setattr("npu_gr.server.auth.throttle.HOLD_S", 30.0)
     async with site(1, api_keys_file=write_keys(tmp_path / "keys.yaml")) as s:
         for _ in range(int(BURST)):
             s.router.access.throttle.hold_s()

@@ -92,7 +92,7 @@ async def test_an_instance_with_another_name_is_not_asked(
 
 
 async def test_the_clients_certificate_is_followed(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.access.tls.LOOK_S", 0.01)
+    monkeypatch.setattr("npu_gr.core.tls.LOOK_S", 0.01)
     shows = authority.issue("router", days=-1)
     async with secured(authority, shows) as s:
         assert all(one.health is not Health.UP for one in s.router.members.instances.values())

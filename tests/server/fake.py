@@ -11,8 +11,6 @@ from typing import Any, Literal
 from aiohttp.test_utils import TestClient
 from prometheus_client import CollectorRegistry
 
-from npu_gr.admission.config import AdmissionConfig
-from npu_gr.admission.door import Door, Slot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotFound, NpuGrError
 from npu_gr.core.feature_schema.columns import ModelFeatures
@@ -22,11 +20,12 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.served import ModelInfo, VectorsInfo
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
+from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController, Permit
 from npu_gr.server.codec.base import Shown
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin
-from tests.serving import DoorServer
+from tests.serving import InstanceServer
 
 MAX_INFLIGHT = 4
 
@@ -68,7 +67,9 @@ class FakeService:
     def __init__(self, answers: Mapping[str, Any]) -> None:
         self.answers = dict(answers)
         self.served: list[tuple[str, Any, float]] = []  # (name of the kind, request, budget_s)
-        self.door = Door(AdmissionConfig(max_inflight=MAX_INFLIGHT), lambda kind: KINDS[kind].objective_s)
+        self.admission = AdmissionController(
+            AdmissionConfig(max_inflight=MAX_INFLIGHT), lambda kind: KINDS[kind].objective_s
+        )
         self.why_not_ready = ""
         self.names = FakeNames()
         self.waits: asyncio.Event | None = None  # set as soon as a request waits, which it then does for ever
@@ -92,14 +93,14 @@ class FakeService:
         return self.names.items(ids), self.names.titles(ids)
 
     async def fill(self) -> ExitStack:
-        """Take every place behind the door, until the stack that is returned is closed."""
+        """Take every permit, until the stack that is returned is closed."""
         slots = ExitStack()
         for _ in range(MAX_INFLIGHT):
-            slots.enter_context(await self.door.enter(RANK.name, "", time.monotonic(), 1.0))
+            slots.enter_context(await self.admission.enter(RANK.name, "", time.monotonic(), 1.0))
         return slots
 
     async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, slot: Slot | None = None, shown: Shown | None = None
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: Shown | None = None
     ) -> A:
         self.served.append((kind.name, request, budget_s))
         if self.waits is not None:
@@ -137,5 +138,5 @@ def metrics_of_all_kinds() -> Metrics:
 async def serving_fake(service: FakeService, **settings: Any) -> AsyncIterator[tuple[TestClient[Any, Any], Metrics]]:
     metrics = metrics_of_all_kinds()
     app = build_web_app(service, ServerConfig(**settings), metrics)
-    async with TestClient(DoorServer(app)) as client:
+    async with TestClient(InstanceServer(app)) as client:
         yield client, metrics

@@ -16,13 +16,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from npu_gr.access.rules import PAGES, rules
 from npu_gr.core.errors import ConfigError
+from npu_gr.server.auth.rules import PAGES, rules
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.entrance.entrance import ENTRANCE
-from npu_gr.server.entrance.listener import ADMIN_CONNECTIONS, listeners
 from npu_gr.server.routes import build_web_app
-from npu_gr.server.run import serve
+from npu_gr.server.run import PIPELINE, make_addresses, serve
 from tests.cli.test_main import free_port
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, metrics_of_all_kinds
@@ -115,64 +113,13 @@ async def test_the_same_address_named_twice_serves_everything() -> None:
         assert await at.status(f"{at.public}/v1/models") == 200
 
 
-async def test_operators_are_answered_while_callers_have_every_connection() -> None:
-    async with site() as at:
-        public, _ = at.app[ENTRANCE].listeners
-        public.max_connections = 1
-        at.service.waits = asyncio.Event()
-        waiting = asyncio.create_task(at.status(f"{at.public}/v1/rank", "POST", **RANK))
-        await at.service.waits.wait()
-        async with aiohttp.ClientSession() as other:
-            async with other.get(f"{at.public}/healthz") as answer:
-                assert answer.status == 503
-            async with other.get(f"{at.admin}/metrics") as answer:
-                assert answer.status == 200
-                assert 'connections_ended_total{reason="refused"} 1.0' in await answer.text()
-        waiting.cancel()
-
-
-async def test_operators_who_hold_every_connection_make_room_and_callers_do_not_notice() -> None:
-    async with site() as at:
-        port = int(at.admin.rpartition(":")[2])
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(ADMIN_CONNECTIONS + 5)]
-        async with aiohttp.ClientSession() as other, other.get(f"{at.admin}/metrics") as answer:
-            assert answer.status == 200
-        _, admin = at.app[ENTRANCE].listeners
-        assert len(admin.connections) <= ADMIN_CONNECTIONS
-        assert await at.status(f"{at.public}/v1/rank", "POST", **RANK) == 200
-        for _, writer in idle:
-            writer.close()
-
-
-@pytest.mark.parametrize("full", ["public", "admin"])
-async def test_a_full_address_closes_no_connection_of_the_other(full: str) -> None:
-    async with site() as at:
-        ports = [int(url.rpartition(":")[2]) for url in (at.public, at.admin)]
-        both = list(zip(at.app[ENTRANCE].listeners, ports, strict=True))
-        (listener, port), (other, other_port) = both if full == "public" else both[::-1]
-        kept = [await asyncio.open_connection("127.0.0.1", other_port) for _ in range(5)]
-        await until(lambda: len(other.connections) == 5)
-        listener.max_connections = 2
-        more = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-        await until(lambda: len(listener.connections) == 2)
-        more.append(await asyncio.open_connection("127.0.0.1", port))
-        try:
-            async with asyncio.timeout(10):
-                assert await more[0][0].read() == b"", "the oldest of its own made room"
-            assert len(other.connections) == 5
-            assert not any(reader.at_eof() for reader, _ in (*kept, *more[1:]))
-        finally:
-            for _, writer in (*kept, *more):
-                writer.close()
-
-
 async def test_bodies_of_callers_take_no_room_from_operators() -> None:
     async with site(max_receiving_bytes=1000, max_body_bytes=1000) as at:
         _, writer = await asyncio.open_connection("127.0.0.1", int(at.public.rpartition(":")[2]))
-        writer.write(b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n")
+        writer.write(b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        writer.write(b"Content-Length: 950\r\n\r\n" + b" " * 900)
         await writer.drain()
-        while at.app[ENTRANCE].receiving_bytes < 900:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: at.app[PIPELINE]._admission.receiving_bytes == 900)
         json = {"Content-Type": "application/json"}
         assert await at.status(f"{at.public}/v1/rank", "POST", data=b" " * 200, headers=json) == 503
         assert await at.status(f"{at.admin}/v1/catalog/items", "POST", data=b" " * 200, headers=json) == 400
@@ -234,7 +181,7 @@ async def test_a_trusted_proxy_passes_the_names_of_its_callers_on() -> None:
 
 def test_names_are_checked_where_a_page_could_do_without_a_key() -> None:
     def checked(**settings: Any) -> list[bool]:
-        return [one.refuses_foreign_hosts for one in listeners(ServerConfig(**settings))]
+        return [one.refuses_foreign_hosts for one in make_addresses(ServerConfig(**settings))]
 
     assert checked() == [True, True]
     assert checked(api_keys_file="keys") == [False, True]

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from npu_gr.access.rules import rules
+from npu_gr.server.auth.rules import rules
 from tests.keys import bearer, secret, write_keys
 from tests.server.test_addresses import site
 from tests.serving import free_port

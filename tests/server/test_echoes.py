@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.words import MOST, cut, quoted
-from tests.server.entrance.test_connection import Site, site
+from tests.server.raw import Site, site
 
 LONG = "z" * 60_000
 HISTORY = {"items": [1], "actions": [0], "timestamps": [1]}
@@ -50,10 +50,6 @@ async def echoed(at: Site, message: bytes) -> tuple[int, str]:
         sent("/v1/rank", RANK, Content_Encoding="z" * 8000),
         sent("/v1/events", {"user_id": "u", "events": HISTORY}, Idempotency_Key="z" * 8000),
         sent("/v1/" + "z" * 8000, {}),
-        sent("/v1/rank", RANK).replace(b"Content-Length: ", b"Content-Length: z" + b"z" * 8000),
-        sent("/v1/rank", RANK).replace(b"Content-Length: ", b"Transfer-Encoding: chunked\r\nX: ")
-        + b"z" * 8000
-        + b"\r\n",
         sent("/v1/rank", RANK).replace(b'"u"', b'"' + b"\xff" * 3 + b'"'),
     ],
 )

@@ -15,18 +15,13 @@ import pytest
 from npu_gr.client import AsyncClient, Behaviours
 from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.core.history import Events, UserKey
-from npu_gr.core.request import EventsRequest
-from npu_gr.front import frames
-from npu_gr.front.wire import decoder, encoder, wire_of
 from npu_gr.replay.body import encode
 from npu_gr.replay.files import read
 from npu_gr.server.codec.media import MSGPACK
-from npu_gr.server.rpc.messages import INFERENCE, OURS, message
 from tests.features_of import random_features, values
 from tests.models import events
 from tests.server.oip.inputs import Input, infer_message, inputs_of
-from tests.server.rpc.rig import call
+from tests.server.rpc.rig import INFER, call
 from tests.serving import FIRST_ID, columns, free_port, serving, write_checkpoint
 
 SHOWN_AT = 1_700_000_000
@@ -81,16 +76,6 @@ def rank(user: str, **more: Any) -> dict[str, Any]:
     return {"user_id": user, "candidates": CANDIDATES, "timestamp": SHOWN_AT, **more}
 
 
-def hashed(history: dict[str, Any]) -> dict[str, Any]:
-    """A history as gRPC's own messages have it, features raw."""
-    return {
-        "items": {"ids": history["items"]},
-        "actions": {"names": [str(one) for one in history["actions"]]},
-        "timestamps": {"seconds": history["timestamps"]},
-        "features": {name: {"raw": column} for name, column in history["features"].items()},
-    }
-
-
 async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tuple[Feature, ...]) -> None:
     client, channel = http
     sent = Sent(features, 31, 1)
@@ -132,13 +117,8 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
         assert (told["num_added"], told["num_failed"]) == (sent.num, 0)
         same(await send("/v1/rank", rank(f"merged{place}")))
 
-    made = message("npu_gr.v1.EventsRequest")(user_id="grpc", events=hashed(sent.raw()))
-    assert (await call(channel, f"/{OURS}/Events", made, "npu_gr.v1.EventsAnswer")).num_events == sent.num
-    same(await json_call("/v1/rank", rank("grpc")))
     inputs = [*inputs_of(rank("oip", history=bare)), Input("history.features", "BYTES", [json.dumps(sent.cells)])]
-    told = await call(
-        channel, f"/{INFERENCE}/ModelInfer", infer_message("rank", inputs), "inference.ModelInferResponse"
-    )
+    told = await call(channel, INFER, infer_message("rank", inputs), "inference.ModelInferResponse")
     raws = dict(zip((one.name for one in told.outputs), told.raw_output_contents, strict=True))
     for task, scores in want["scores"].items():
         assert np.frombuffer(raws[f"scores.{task}"], "<f4").tolist() == scores
@@ -147,16 +127,6 @@ async def test_every_way_gives_the_same_bits(http: tuple[Any, Any], features: tu
         await caller.events("client", behaviours)
         ranked = await caller.rank("client", CANDIDATES, timestamp=SHOWN_AT)
         assert {task: scores.tolist() for task, scores in ranked.scores.items()} == want["scores"]
-
-
-async def test_a_frame_to_the_engine_carries_them(features: tuple[Feature, ...]) -> None:
-    sent = Sent(features, 12, 3)
-    one = msgspec.structs.replace(events(12, 3), features=sent.columns)
-    wire = wire_of(EventsRequest)
-    packed = encoder().encode(frames.pack(wire, EventsRequest(user=UserKey("", "u"), events=one)))
-    got: Events = frames.unpack(wire, decoder(wire.type).decode(packed)).events
-    assert got.fingerprint() == one.fingerprint()
-    assert got.features.given.keys() == one.features.given.keys() != set()
 
 
 async def test_recorded_events_fill_another_store_the_same(tmp_path: Path, features: tuple[Feature, ...]) -> None:

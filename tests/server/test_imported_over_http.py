@@ -1,4 +1,4 @@
-"""npu-gr import hstu, then POST /v1/rank: the logits are those that the other project's code gave."""
+"""npu-gr import, then POST /v1/rank: the logits are those that the other project's code gave."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from npu_gr.cli.import_ import FAMILIES
 from npu_gr.cli.main import main
+from npu_gr.cli.train import FAMILIES
 from npu_gr.model.imported.families import FAMILIES as KNOWN
 from tests.model.imported.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture
 from tests.server.test_recommend_over_http import post
@@ -25,7 +25,7 @@ def imported(folder: Path, family: str, name: str, settings: dict[str, Any], *mo
     source.mkdir()
     torch.save({"model_state_dict": {f"module.{k}": v for k, v in weights.items()}}, source / "model_ep100")
     (source / "run.gin").write_text("".join(f"{key} = {value!r}\n" for key, value in settings.items()))
-    arguments = ["import", "hstu", "--from", family, str(source), "--out", str(folder / "checkpoint"), *more]
+    arguments = ["import", "--from", family, str(source), "--out", str(folder / "checkpoint"), *more]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     return known
@@ -118,7 +118,7 @@ async def test_contextual_tokens_of_torcheasyrec(tmp_path: Path) -> None:
         weights, known = fixture(name)
         torch.save(weights, source / "model/weights.pt")
         (source / "pipeline.config").write_text((DATA / f"{name}.config").read_text())
-        arguments = ["import", "hstu", "--from", "torcheasyrec", str(source), "--out", str(tmp_path / "checkpoint")]
+        arguments = ["import", "--from", "torcheasyrec", str(source), "--out", str(tmp_path / "checkpoint")]
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 0, result.output
         assert is_cached == ("relay.enabled: false" not in result.output)

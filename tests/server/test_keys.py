@@ -13,9 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
-from npu_gr.access.rules import rules
 from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.metrics.registry import Metrics
+from npu_gr.server.auth.rules import rules
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug import profile
 from npu_gr.server.openapi import document
@@ -24,7 +24,7 @@ from npu_gr.server.routes import build_web_app
 from tests.keys import bearer, entry, write_keys
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, metrics_of_all_kinds, serving_fake
-from tests.serving import DoorServer
+from tests.serving import InstanceServer
 
 SCOPED = [(*route, rule.scope) for route, rule in rules().items() if rule.scope is not None]
 each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -69,7 +69,7 @@ async def test_a_route_needs_its_scope(
     metrics = metrics_of_all_kinds()
     app = build_web_app(fake(), ServerConfig(api_keys_file=path), metrics)
     add_record_routes(app, OwnRecorder(None))
-    async with TestClient(DoorServer(app)) as client:
+    async with TestClient(InstanceServer(app)) as client:
         async with client.request(method, path_of(pattern), headers=bearer("others")) as refused:
             assert refused.status == 403
             body = await refused.json(content_type=None)
@@ -148,13 +148,13 @@ async def test_nobody_takes_another_tenant_s_turns(tmp_path: Path, monkeypatch: 
     path = write_keys(tmp_path / "keys", entry("mine", tenant="mine"), entry("any"))
     service = fake()
     arrived: list[str] = []
-    arrive = service.door.arrive
+    enter = service.admission.enter
 
-    def noted(kind: str, tenant: str, *rest: Any) -> Any:
+    async def noted(kind: str, tenant: str, *rest: Any) -> Any:
         arrived.append(tenant)
-        return arrive(kind, tenant, *rest)
+        return await enter(kind, tenant, *rest)
 
-    monkeypatch.setattr(service.door, "arrive", noted)
+    monkeypatch.setattr(service.admission, "enter", noted)
     async with serving_fake(service, api_keys_file=path) as (client, _):
         for key, tenant in (("mine", "yours"), ("mine", None), ("any", "yours")):
             await ask(client, KINDS["rank"], tenant, key)
@@ -173,14 +173,20 @@ async def test_the_log_has_the_key_s_name(tmp_path: Path, caplog: pytest.LogCapt
             await client.get("/v1/models")
     lines = [json.loads(r.getMessage()) for r in caplog.records if r.name == "npu_gr.request"]
     assert [(line["route"], line.get("key")) for line in lines] == [
-        *(("/v1/rank", "ranking"), ("/metrics", "feed"), ("/healthz", None), ("/v1/models", None)),
+        *(
+            ("/v1/rank", "ranking"),
+            ("/v1/rank", "feed"),
+            ("/metrics", "feed"),
+            ("/healthz", None),
+            ("/v1/models", None),
+        ),
     ]
     assert "a request was refused for its API key 'feed': scope" in caplog.text
     assert bearer("feed")["Authorization"].removeprefix("Bearer ") not in caplog.text
 
 
-async def test_a_server_without_an_entrance_checks_the_same(tmp_path: Path) -> None:
-    """Whoever embeds the application has no connections of ours: the middleware finds the key, and spends its rate."""
+async def test_an_embedded_application_checks_the_same(tmp_path: Path) -> None:
+    """The middleware finds the key and spends its rate, whatever runner the application has."""
     path = write_keys(tmp_path / "keys", entry(rate_per_s=1.0), entry("feed", scopes=[Scope.INGEST]))
     app: web.Application = build_web_app(fake(), ServerConfig(api_keys_file=path), metrics_of_all_kinds())
     async with TestClient(TestServer(app)) as client:

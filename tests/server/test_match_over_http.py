@@ -15,9 +15,9 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, StoreFailed
-from npu_gr.engine.job import JobOrder
-from npu_gr.features.base import StoredHistory
+from npu_gr.engine.queue import JobOrder
 from npu_gr.features.embedded import EmbeddedStore
+from npu_gr.features.store import StoredHistory
 from npu_gr.jobs.match import MatchJob
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
@@ -236,7 +236,7 @@ async def test_a_deadline_and_a_full_queue_end_as_for_the_other_routes(tmp_path:
     async with serving(tmp_path, match=section(tmp_path), admission={"max_inflight": 1}) as (client, service):
         async with busy_device(service):
             waiting = asyncio.create_task(match(client, num_items=3))
-            await until(lambda: service.door.admitted == 1)
+            await until(lambda: service.admission.admitted == 1)
             status, _ = await post(client, "/v1/match", {"user_id": KNOWN})
             assert status == 429
         assert (await waiting)["status"] == "complete"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.catalogue.item_names import FILE, ItemNames
+from npu_gr.catalogue.names import FILE, ItemNames
 from npu_gr.core.names import item_id, item_ids
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.server.codec.items import MOST_ITEMS
@@ -235,9 +235,7 @@ async def test_rows_that_run_backwards_are_refused_or_sorted_and_counted(folder:
         assert refused["detail"].startswith(
             "history.timestamps: 25 at index 0 is before 30, the last of base: send the oldest event first"
         )
-        config = service.parts.settings.config
-        section = msgspec.structs.replace(config.service, unsorted_history="sort")
-        service.parts.settings.config = msgspec.structs.replace(config, service=section)
+        service.parts.histories.on_unsorted = "sort"
         got = await post(client, "/v1/rank", **asked, history=BACKWARDS)
         assert got["history"] == want["history"] | {"sorted_events": 2}
         assert got["scores"] == want["scores"]

@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.quality_cold import with_new_items
 from npu_gr.model.config import ItemFeature
+from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import NewItems
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.service.config import Config
 from tests.decoders import VARIANTS, saved
@@ -102,7 +102,7 @@ class ByHand:
 
     def best(self, seen: list[int], hidden: set[int]) -> list[int]:
         """The items by u . e, best first."""
-        products = self.model.item_vectors() @ self.run(seen, [], is_next=True)[0]
+        products = self.model.items.vectors() @ self.run(seen, [], is_next=True)[0]
         items = list(self.row)
         return [items[row] for row in products.argsort(descending=True).tolist() if items[row] not in hidden]
 

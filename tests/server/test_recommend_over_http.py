@@ -16,9 +16,8 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DeviceError
-from npu_gr.engine.job import Job
-from npu_gr.engine.queue import JobQueue
-from npu_gr.jobs.hook import HookContext
+from npu_gr.engine.queue import Job, JobQueue
+from npu_gr.jobs.cascade_plan import HookContext
 from npu_gr.matching.vectors import save
 from npu_gr.service.service import Service
 from tests.decoders import VARIANTS, saved
@@ -259,17 +258,17 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for _ in range(1000):
-            await asyncio.sleep(0.01 if service.door.admitted else 0)
+            await asyncio.sleep(0.01 if service.admission.admitted else 0)
         await nothing_held(service)
 
 
 async def nothing_held(service: Service) -> None:
-    assert service.door.admitted == 0
+    assert service.admission.admitted == 0
     for job in (service.versions.ranker(), service.versions.generator()):
         await job.relay.settled()
         pool = job.relay.tiers.pool
         assert pool.reserved_bytes == 0
-        assert not any(entry.leases for entry in pool._published.values())
+        assert not any(entry.leases for entry in pool._found.values())
 
 
 async def test_a_cold_user_gets_what_is_popular(folder: Path) -> None:

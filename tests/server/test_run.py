@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from typing import Any
 
 import aiohttp
-from aiohttp import web
 
-from npu_gr.access.key_ring import KeyRing
-from npu_gr.admission.config import AdmissionConfig
-from npu_gr.admission.door import Door
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
+from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
-from tests.server.fake import metrics_of_all_kinds
+from tests.server.examples import EXAMPLES
+from tests.server.fake import FakeService, metrics_of_all_kinds
 
 
 async def test_a_request_in_flight_outlives_the_listener() -> None:
@@ -27,23 +25,22 @@ async def test_a_request_in_flight_outlives_the_listener() -> None:
     def on_listening(port: int, admin_port: int) -> None:
         ports.set_result((port, admin_port))
 
-    async def work(_: web.Request) -> web.Response:
-        came.set()
-        await go.wait()
-        return web.Response(text="done")
-
     async def on_drain() -> None:
         drained.set()
 
-    app = web.Application()
-    app.router.add_get("/", work)
+    class Held(FakeService):
+        async def reload_models(self) -> list[Any]:
+            came.set()
+            await go.wait()
+            return self.models()
+
+    service = Held({name: example.answer for name, example in EXAMPLES.items()})
     config = ServerConfig(port=0, admin_port=0, drain_grace_s=0.05, shutdown_timeout_s=60.0)
-    app[ENTRANCE] = Entrance(config, Door(AdmissionConfig(), lambda _kind: 1.0), metrics_of_all_kinds(), KeyRing(None))
+    app = build_web_app(service, config, metrics_of_all_kinds())
     serving = asyncio.create_task(serve(app, config, on_drain=on_drain, on_listening=on_listening))
     port, admin_port = await ports
-    url = f"http://127.0.0.1:{port}"
     async with aiohttp.ClientSession() as http, asyncio.timeout(60):
-        asked = asyncio.create_task(http.get(url))
+        asked = asyncio.create_task(http.post(f"http://127.0.0.1:{admin_port}/v1/models/reload"))
         await came.wait()
         os.kill(os.getpid(), signal.SIGTERM)
         await drained.wait()
@@ -52,7 +49,8 @@ async def test_a_request_in_flight_outlives_the_listener() -> None:
         assert not asked.done()
         go.set()
         async with await asked as answer:
-            assert await answer.text() == "done"
+            assert answer.status == 200
+            assert (await answer.json())["models"]
         await serving
 
 

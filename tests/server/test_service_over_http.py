@@ -239,19 +239,19 @@ async def test_the_selfcheck_finds_no_drift_and_would_find_one(tmp_path: Path) -
         history = columns(events(80))
         await rank(client, history=history)
         await rank(client, history=history)
-        await asyncio.gather(*service.versions.ranker()._background)
+        await asyncio.gather(*service.versions.ranker()._selfcheck._background)
         text = await (await client.get("/metrics")).text()
         assert "npu_gr_drift_ratio_count 1.0" in text
         assert "npu_gr_selfcheck_failures_total 0.0" in text
         service.versions.ranker().engine.arena._keys[0].mul_(1.5)
         await rank(client, history=history)
-        await asyncio.gather(*service.versions.ranker()._background)
+        await asyncio.gather(*service.versions.ranker()._selfcheck._background)
         assert "npu_gr_selfcheck_failures_total 1.0" in await (await client.get("/metrics")).text()
 
 
 async def test_full_house(tmp_path: Path) -> None:
     async with serving(tmp_path, admission={"max_inflight": 1}) as (client, service):
-        with await service.door.enter(RANK.name, "", time.monotonic(), 1.0):
+        with await service.admission.enter(RANK.name, "", time.monotonic(), 1.0):
             async with client.post(
                 "/v1/rank", json={"user_id": "u", "candidates": CANDIDATES, "history": columns(events(3))}
             ) as response:
@@ -271,14 +271,14 @@ async def test_a_caller_that_hangs_up_frees_its_slot(tmp_path: Path) -> None:
         service.parts.histories.read = slow  # type: ignore[method-assign, assignment]
         asking = asyncio.create_task(rank(client, history=columns(events(3))))
         await asyncio.wait_for(held.wait(), 10)
-        assert service.door.admitted == 1
+        assert service.admission.admitted == 1
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         for _ in range(100):
-            if not service.door.admitted:
+            if not service.admission.admitted:
                 break
             await asyncio.sleep(0.01)
-        assert service.door.admitted == 0
+        assert service.admission.admitted == 0
 
 
 async def test_an_inexact_model_is_refused_with_the_cache_on(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import yaml
 from npu_gr.core.errors import Overloaded, Refusal, StoreFailed
 from tests.keys import secret, write_keys
 from tests.metrics.test_rules import RULES, promtool
-from tests.server.entrance.test_connection import Site, site
 from tests.server.examples import EXAMPLES
+from tests.server.raw import Site, site
 
 KIND = "recommend"  # the most patient objective: a busy machine makes no answer slow
 KEY = secret("all").encode()
@@ -127,7 +127,7 @@ async def test_what_callers_do_wrong_leaves_the_objectives_alone(
         assert await trickle(at, granting(30_000), 1.3) == 200  # in time: it was its caller who took 1.3 s
         assert counted(at) == {"good": 20, "slow": 0, "failed": 0}
         assert admitted(at, "impossible") == 20
-        assert at.count("requests_total", route="none", code="408") == 1
+        assert at.count("requests_total", route="/v1/recommend", code="408") == 1
         assert at.count("slo_attainment_ratio", kind=KIND, slo="availability", window="5m") == 1.0
         assert at.count("slo_budget_remaining_ratio", kind=KIND, slo="availability") == 1.0
         after = counted(at)

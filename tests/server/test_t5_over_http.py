@@ -63,7 +63,7 @@ async def test_a_t5_generates_from_the_prompt_that_it_was_trained_with(tmp_path:
         assert (hit["outcome"], hit["prefix_tokens"]) == ("hbm_hit", 21)
         relay = service.versions.generator().relay
         await relay.settled()
-        for entry in list(relay.tiers.pool._published.values()):
+        for entry in list(relay.tiers.pool._found.values()):
             relay.tiers.pool.drop(entry)
         from_dram = await generate(client, **asked)
         assert from_dram["outcome"] == "dram_hit"

@@ -1,4 +1,4 @@
-"""An instance over TLS: reads, follows its certificate, counts who shakes no hands, and tells when it expires."""
+"""An instance over TLS: reads, follows its certificate, asks for its clients', and tells when it expires."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import aiohttp
 import pytest
 from prometheus_client import generate_latest
 
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.entrance.entrance import ENTRANCE, Entrance
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import serve
 from tests.certificates import Authority, Pair
@@ -32,10 +31,9 @@ from tests.serving import until
 class Running:
     """A server in this process."""
 
-    def __init__(self, port: int, admin_port: int, pair: Pair, entrance: Entrance, metrics: Metrics) -> None:
+    def __init__(self, port: int, admin_port: int, pair: Pair, metrics: Metrics) -> None:
         self.port = port
         self.pair = pair
-        self.entrance = entrance
         self.metrics = metrics
         self.url = f"https://127.0.0.1:{port}"
         self.admin_url = f"https://127.0.0.1:{admin_port}"
@@ -65,7 +63,7 @@ async def serving_tls(authority: Authority, client_ca: Path | None = None, **set
     try:
         await asyncio.wait((serving, ports), return_when=asyncio.FIRST_COMPLETED)
         port, admin_port = await ports
-        yield Running(port, admin_port, pair, app[ENTRANCE], metrics)
+        yield Running(port, admin_port, pair, metrics)
     finally:
         if not serving.done():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -82,7 +80,7 @@ async def status(url: str, tls: ssl.SSLContext, path: str = "/healthz") -> int:
 async def test_the_new_certificate_is_served_without_a_restart(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("npu_gr.access.tls.LOOK_S", 0.01)
+    monkeypatch.setattr("npu_gr.core.tls.LOOK_S", 0.01)
     async with serving_tls(authority) as one:
         assert await status(one.url, authority.client()) == 200
         first = one.count("tls_certificate_expires_at_seconds", of="server")
@@ -113,49 +111,6 @@ async def test_who_has_no_certificate_gets_nothing_where_they_are_asked_for(auth
         with pytest.raises((aiohttp.ClientError, OSError)):
             await status(one.url, authority.client())
         assert await status(one.url, authority.client(authority.issue("router"))) == 200
-
-
-async def test_silent_callers_count_and_make_room_and_end(authority: Authority) -> None:
-    async with serving_tls(authority, header_timeout_s=0.5) as one:
-        one.entrance.listeners[0].max_connections = 3
-        silent = [await asyncio.open_connection("127.0.0.1", one.port) for _ in range(5)]
-        await until(lambda: one.count("connections", state="idle") == 3)
-        assert one.count("connections_ended_total", reason="evicted") == 2
-        assert await status(one.url, authority.client()) == 200
-        for reader, writer in silent:
-            async with asyncio.timeout(10):
-                assert await reader.read() == b""
-            writer.close()
-        await until(lambda: one.count("connections", state="idle") == 0)
-        # whichever of the two clocks was first
-        late = (
-            one.count("connections_ended_total", reason="handshake"),
-            one.count("connections_ended_total", reason="idle"),
-        )
-        assert sum(filter(None, late)) == 2
-
-
-async def test_what_is_no_tls_is_counted_and_is_no_line_in_the_log(
-    authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving_tls(authority) as one:
-        caplog.clear()
-        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
-        writer.write(b"GET /healthz HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(10):
-            assert await reader.read() == b""
-        await until(lambda: one.count("connections_ended_total", reason="handshake") == 1)
-        writer.close()
-        assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
-
-
-async def test_it_stops_while_somebody_shakes_hands(authority: Authority) -> None:
-    async with serving_tls(authority) as one:
-        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
-        await until(lambda: one.count("connections", state="idle") == 1)
-    async with asyncio.timeout(10):
-        assert await reader.read() == b""
-    writer.close()
 
 
 async def test_without_tls_there_is_no_gauge_and_a_wrong_file_is_refused(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
-from npu_gr.jobs.hook import HookContext
-from npu_gr.jobs.trunk import TrunkUse
+from npu_gr.jobs.cascade_plan import HookContext
+from npu_gr.jobs.sources import TrunkUse
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import load
 from npu_gr.service.service import Service
 from tests.matching.vectors import KNOWN, make_vectors
@@ -67,7 +67,7 @@ class ByHand:
 
     def __init__(self, folder: Path, *, without_retrieval: bool = False, checkpoint: str = "checkpoint") -> None:
         loaded = load(folder / checkpoint)
-        loaded.model.freeze_items()
+        loaded.model.items.freeze()
         self.model: HSTU = loaded.model
         assert loaded.order is not None
         weights = dict(loaded.order.weights) | ({"retrieval": 0.0} if without_retrieval else {})
@@ -88,7 +88,7 @@ class ByHand:
 
     def retrieval(self, own: dict[str, list[int]]) -> F32:
         vector = self.run(np.array([300]), own, is_next=True)[0]
-        found: F32 = (self.model.item_vectors() @ vector).numpy()
+        found: F32 = (self.model.items.vectors() @ vector).numpy()
         return found
 
     def found(self, own: dict[str, list[int]], denied: set[int], num: int = NUM) -> list[int]:
@@ -219,7 +219,7 @@ async def test_any_way_to_the_prefix_gives_the_same(
     folder: Path, count: int, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cold, hit, extended, signalled, reloaded from DRAM, without a relay, and beside others: C5."""
-    monkeypatch.setattr("npu_gr.relay.inventory.reload_pays", lambda *_: True)  # a short prefix is computed as fast
+    monkeypatch.setattr("npu_gr.relay.lookup.reload_pays", lambda *_: True)  # a short prefix is computed as fast
     own = history(count, seed=count)
     async with serving(folder, relay={"enabled": False}, **section()) as (client, _):
         want = await recommend(client, history=own, num_items=NUM)
@@ -240,7 +240,7 @@ async def test_any_way_to_the_prefix_gives_the_same(
             answers["delta"] = await recommend(client, user_id="d", base=base, history=newer, num_items=NUM)
             await service.versions.ranker().relay.settled()
             pool = service.versions.ranker().relay.tiers.pool
-            for entry in list(pool._published.values()):
+            for entry in list(pool._found.values()):
                 pool.drop(entry)
             answers["dram"] = await recommend(client, history=own, num_items=NUM)
             if not sections:
@@ -335,11 +335,11 @@ async def test_a_ranker_without_an_order_orders_by_its_task(folder: Path) -> Non
 
 
 async def nothing_held(service: Service) -> None:
-    assert service.door.admitted == 0
+    assert service.admission.admitted == 0
     relay = service.versions.ranker().relay
     await relay.settled()
     assert relay.tiers.pool.reserved_bytes == 0
-    assert not any(entry.leases for entry in relay.tiers.pool._published.values())
+    assert not any(entry.leases for entry in relay.tiers.pool._found.values())
 
 
 async def fails(*_: object) -> None:
@@ -464,7 +464,7 @@ async def test_some_of_its_ranks_are_checked(folder: Path, way: dict[str, Any]) 
     async with serving(folder, **section(**way), service={"selfcheck_ratio": 1.0}) as (client, service):
         for _ in range(2):
             await recommend(client)
-        checks = list(service.versions.ranker()._background)
+        checks = list(service.versions.ranker()._selfcheck._background)
         assert len(checks) == 1, "of the hit"
         await asyncio.gather(*checks)
         assert "npu_gr_selfcheck_failures_total 0.0" in await (await client.get("/metrics")).text()
@@ -503,7 +503,7 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path, method: s
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for _ in range(1000):
-            await asyncio.sleep(0.01 if service.door.admitted else 0)
+            await asyncio.sleep(0.01 if service.admission.admitted else 0)
         await nothing_held(service)
 
 

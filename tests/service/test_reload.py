@@ -21,10 +21,11 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import DeviceError, Overloaded
 from npu_gr.core.kinds import RANK
-from npu_gr.engine.job import JobOrder
+from npu_gr.engine.queue import JobOrder
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
 from npu_gr.service.config import Config
+from tests.engine.kv.invariants import check_pool
 from tests.models import Request, full, tiny_model
 from tests.serving import FIRST_ACTION, FIRST_ID, make_config, serving, write_checkpoint
 
@@ -158,7 +159,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         del load
         gc.collect()
         assert engine() is None, "the old version is still held by somebody"
-        pool.check()
+        check_pool(pool)
         assert pool.reserved_bytes == 0
 
 
@@ -255,10 +256,10 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path, monkeypa
             assert response.status == 200
         assert service.versions.ranker().engine is engine
         assert weighed == [{"shop": 2.0}]
-        assert (relay.t_life_s, relay.tiers[0].t_life_s, engine.objective_s) == (3.0, 3.0, 0.25)
-        slots = [await service.door.enter("rank", "", time.monotonic(), 1.0) for _ in range(3)]
+        assert (relay.t_life_s, relay.tiers[0].waits.t_life_s, engine.objective_s) == (3.0, 3.0, 0.25)
+        slots = [await service.admission.enter("rank", "", time.monotonic(), 1.0) for _ in range(3)]
         with pytest.raises(Overloaded):
-            await service.door.enter("rank", "", time.monotonic(), 0.01)
+            await service.admission.enter("rank", "", time.monotonic(), 0.01)
         for slot in slots:
             slot.leave()
         body = {"user_id": "u", "history": history(Request(LENGTH, 5, 0)), "candidates": [FIRST_ID]}

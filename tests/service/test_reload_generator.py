@@ -12,6 +12,7 @@ import pytest
 
 from npu_gr.service.config import Config
 from tests.decoders import VARIANTS, saved
+from tests.engine.kv.invariants import check_pool
 from tests.server.test_generate_over_http import HISTORY, Client, generate, section, write_catalogue
 from tests.service.test_reload import File, gone
 from tests.serving import make_config, serving
@@ -85,7 +86,7 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
         assert hit["items"] == want[service.versions.generator().version]
         await service.versions.generator().relay.settled()
         pool = service.versions.generator().relay.tiers[0]
-        pool.check()
+        check_pool(pool)
         assert pool.reserved_bytes == 0
         del asking
         gc.collect()

@@ -70,7 +70,7 @@ async def test_an_erasure_is_never_refused_for_load(tmp_path: Path) -> None:
     history = HistoryRef(events=Events.make(CANDIDATES, [0] * 4, [1] * 4))
     rank = RankRequest(user=USER, candidates=CANDIDATES, history=history)
     async with serving(tmp_path, admission={"max_inflight": 1}) as (_, service):
-        with await service.door.enter(RANK.name, "", time.monotonic(), 1.0):
+        with await service.admission.enter(RANK.name, "", time.monotonic(), 1.0):
             with pytest.raises(Overloaded):
                 await service.serve(RANK, rank, 1.0)
             await service.serve(ERASE, EraseRequest(user=USER), budget_s=0.0)

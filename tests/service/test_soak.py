@@ -31,6 +31,7 @@ from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.service.service import Service
 from tests.decoders import VARIANTS, saved
+from tests.engine.kv.invariants import check_dram, check_pool
 from tests.models import Request, full, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.service.test_reload import File, history
@@ -159,20 +160,20 @@ DECODERS = ("decoder", "other")
 async def left_nothing(service: Service, tasks_before: int) -> None:
     """Nothing is held, produced or waited for; every byte is free once every user is forgotten."""
     async with asyncio.timeout(30):
-        while service.versions.is_retiring or service.door.admitted:  # noqa: ASYNC110
+        while service.versions.is_retiring or service.admission.admitted:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         for job in service.versions.current():
             await job.relay.settled()
-        await asyncio.gather(*service.versions.ranker()._background)
+        await asyncio.gather(*service.versions.ranker()._selfcheck._background)
     for job in service.versions.current():
         relay = job.relay
         assert not relay.is_busy
         pool, dram = relay.tiers
-        pool.check()
+        check_pool(pool)
         assert dram is not None
-        dram.check()
-        assert not any(entry.leases for entry in pool._published.values())
-        assert not any(entry.leases for entry in dram._complete.values())
+        check_dram(dram)
+        assert not any(entry.leases for entry in pool._found.values())
+        assert not any(entry.leases for entry in dram._found.values())
         assert pool.reserved_bytes == 0
     for user in range(USERS):
         await service.serve(ERASE, EraseRequest(user=UserKey("", str(user))), 10.0)

@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.admission.brownout import BrownoutConfig
-from npu_gr.admission.config import AdmissionConfig
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.engine.kv.config import KVConfig
-from npu_gr.relay.trigger import TriggerConfig
+from npu_gr.relay.brownout import BrownoutConfig
+from npu_gr.relay.config import TriggerConfig
+from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import SimulatedInstance
 from npu_gr.simulate.users import TrafficRequest
+from tests.engine.kv.invariants import check_pool
 
 TOKENS = 800
 TOKEN_BYTES = 8192
@@ -104,7 +105,7 @@ def scene(flood_per_s: float, *, q_m_per_s: float | None = None, hbm_prefixes: i
         if flooding is not None:
             flooding.cancel()
         await instance.stop()
-        instance.tiers.pool.check()
+        check_pool(instance.tiers.pool)
         return seen
 
     return clock.run(work())

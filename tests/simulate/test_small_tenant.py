@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from npu_gr.admission.brownout import BrownoutConfig
 from npu_gr.core.kinds import RANK
+from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import SimulatedInstance

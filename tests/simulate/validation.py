@@ -33,7 +33,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.history import Events
 from npu_gr.core.request import Outcome
 from npu_gr.core.settings import from_table
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.options import ReplayOptions
 from npu_gr.router.members import How

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from npu_gr.backend.cpu.library import load
 from npu_gr.core.errors import ConfigError
-from npu_gr.server.entrance import shed_library
-from npu_gr.tools.build_ops import build_cpu, build_door
+from npu_gr.tools.build_ops import build_cpu
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
@@ -21,11 +19,6 @@ def test_the_cpu_kernels_are_built_and_load(tmp_path: Path, monkeypatch: pytest.
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", f"env {compiler}")  # as `ccache g++`
     assert load(library=build_cpu(tmp_path / "lib")).isa
-
-
-@pytest.mark.skipif(shutil.which("c++") is None or sys.platform != "linux", reason="no C++ compiler, or no Linux")
-def test_the_shedder_is_built_and_loads(tmp_path: Path) -> None:
-    assert shed_library.load(build_door(tmp_path / "lib")) is not None
 
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

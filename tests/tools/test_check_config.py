@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from npu_gr.core import settings
-from npu_gr.relay.calibration import beside
+from npu_gr.relay.config import beside
 from npu_gr.router.config import RouterConfig
 from npu_gr.service.config import Config
 from npu_gr.tools.check_config import Opened, OpenedState, examine, is_well, read, shown

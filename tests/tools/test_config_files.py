@@ -14,9 +14,8 @@ from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.setting_types import settings_of
 from npu_gr.service.config import Config
-from npu_gr.tools.config_notes import KINDS, notes, read
-from npu_gr.tools.config_reference import reference
-from npu_gr.tools.config_schema import schema, text
+from npu_gr.tools.config_docs import KINDS, example, notes, reference, schema, schema_text
+from npu_gr.tools.config_docs import read_notes as read
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -31,20 +30,20 @@ def validator(kind: str) -> jsonschema.Draft202012Validator:
 def test_every_key_is_explained_and_no_other(kind: str) -> None:
     told, known = notes(kind), settings_of(KINDS[kind][0])
     assert [path for path in known if path not in told] == []
-    assert [path for path, setting in known.items() if not told[path] and not setting.is_section] == []
+    assert [path for path, setting in known.items() if not told[path] and setting.section is None] == []
     if kind != "simulation":  # whose words are in part an instance's
         assert [path for path in told if path not in known] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_schema_that_ships_is_current(kind: str) -> None:
-    assert (ROOT / KINDS[kind][2]).read_text() == text(kind), "npu-gr config schema > configs/..."
+    assert (ROOT / KINDS[kind][2]).read_text() == schema_text(kind), "npu-gr config KIND --schema > configs/..."
     jsonschema.Draft202012Validator.check_schema(schema(kind))
 
 
 def test_the_reference_is_current() -> None:
     page = reference()
-    assert (ROOT / "docs/configuration.md").read_text() == page, "npu-gr config reference > docs/configuration.md"
+    assert (ROOT / "docs/configuration.md").read_text() == page, "npu-gr config --reference > docs/configuration.md"
     for kind in KINDS:
         if kind != "simulation":
             assert [path for path, one in settings_of(KINDS[kind][0]).items() if f"`{path}`" not in page] == []
@@ -58,6 +57,12 @@ def test_a_file_names_its_schema_and_fits_it(path: Path) -> None:
     name = first.removeprefix("# yaml-language-server: $schema=")
     assert f"configs/{name}" == KINDS[KIND_OF.get(path.name, "instance")][2]
     validator(KIND_OF.get(path.name, "instance")).validate(yaml.safe_load(path.read_text()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_to_begin_with_is_right_and_names_the_schema(kind: str) -> None:
+    settings.parse(example(kind), KINDS[kind][0], kind)
+    assert example(kind).startswith(f"# yaml-language-server: $schema=file://{ROOT}/{KINDS[kind][2]}\n")
 
 
 def uncommented(text: str) -> dict[str, Any]:

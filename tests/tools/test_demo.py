@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_gr.catalogue.item_names import EMPTY
+from npu_gr.catalogue.names import EMPTY
 from npu_gr.features.interactions import Interactions
 from npu_gr.replay.report import Latencies, Report, report
-from npu_gr.tools.demo import longest_users
-from npu_gr.tools.demo_summary import sum_up
-from npu_gr.tools.evaluate_service import ServiceEvaluation
+from npu_gr.tools.demo import longest_users, sum_up
+from npu_gr.tools.judge import ServiceEvaluation
 from npu_gr.train.site.report import SiteReport
 
 LOG = Interactions(np.zeros(6, np.int32), np.arange(6), np.full(6, 4.0), np.arange(6) + 800_000_000, ["it's me"])

@@ -21,11 +21,10 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.npu.check import disagreements
 from npu_gr.backend.op_parity import OPS, compare
-from npu_gr.server.entrance import shed_library
 from npu_gr.tools import acceptance, doctor
 from npu_gr.tools.acceptance import accept
+from npu_gr.tools.check_config import table
 from npu_gr.tools.doctor import examine, is_well
-from npu_gr.tools.findings import table
 from tests.backend.npu.fake_device import FakeRuntime
 
 
@@ -51,15 +50,6 @@ def test_ops_are_compared_with_their_definition() -> None:
     assert wrong["cpu: beam_fork"].state is FindingState.BROKEN
     assert wrong["cpu: beam_topk"].state is FindingState.OK
     assert "report this line" in wrong["cpu: beam_fork"].remedy
-
-
-def test_it_says_whether_there_is_a_shedder(monkeypatch: pytest.MonkeyPatch) -> None:
-    for library, state in ((object(), FindingState.OK), (None, FindingState.MISSING)):
-        monkeypatch.setattr(shed_library, "load", lambda library=library: library)
-        (found,) = [one for one in examine() if one.name == "shedder"]
-        assert found.state is state
-        assert bool(found.remedy) == (library is None)
-        assert is_well(examine())
 
 
 def test_a_cpu_machine_is_well_and_what_it_lacks_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.kinds import Scope
+from npu_gr.tools.check_config import table
 from npu_gr.tools.doctor_security import Openness, WayIn, examine, is_closed
-from npu_gr.tools.findings import table
 from tests.keys import entry, write_keys
 
 TLS = {"certificate": "tls.crt", "key": "tls.key", "client_ca": "ca.crt"}

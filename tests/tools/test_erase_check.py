@@ -20,10 +20,10 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.base import HistoryConfig
 from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.prefix_history_cache import KnownHistory
 from npu_gr.features.redis import RedisStore
+from npu_gr.features.store import HistoryConfig
+from npu_gr.jobs.histories import KnownHistory
 from npu_gr.matching.vectors import save
 from npu_gr.replay import erased
 from npu_gr.replay.identity import recorded_as

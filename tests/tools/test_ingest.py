@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events, Mode, UserKey, Write
+from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.server.codec.ingest import INGEST_BYTES, IngestBody, UserEvents
 from npu_gr.server.config import ServerConfig
 from npu_gr.tools import ingest

@@ -60,5 +60,5 @@ def test_make_goes_on_with_what_is_needed_and_without_grafana(tmp_path: Path, is
     for program in tmp_path.iterdir():
         program.chmod(0o755)
     code, told = made(tmp_path, "can-monitor", "PYTHON=python")
-    says = "make monitor lacks\n  port 9090, which is in use: npu-gr monitor --help names the options\n"
+    says = "make monitor lacks\n  port 9090, which is in use: npu-gr demo --help names the options\n"
     assert (code == 0, told) == ((False, says) if is_taken else (True, ""))

@@ -1,8 +1,9 @@
-"""The memory of one tier. Every page is allocated and touched at start, and read in place.
+"""The memory of keys and values: the pages of one tier (`KVArena`), and what beams add (`BeamArena`).
 
-Keys and values are separate planes, `[layer, page, token, head, dim]`. So consecutive pages of a layer are one
-contiguous `[tokens, heads, dim]` slab: attention reads it without a gather, and a copy between tiers is a few long
-copies. If the layout says `tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and a run is one `Tiles`.
+Every page is allocated and touched at start, and read in place. Keys and values are separate planes,
+`[layer, page, token, head, dim]`. So consecutive pages of a layer are one contiguous `[tokens, heads, dim]`
+slab: attention reads it without a gather, and a copy between tiers is a few long copies. If the layout says
+`tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and a run is one `Tiles`.
 
 Only device threads call these methods.
 """
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.calls import PagedKV
+from npu_gr.backend.single_stream import SingleStream
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 
 Slab = tuple[Tensor, Tensor]
 LayerKV = Sequence[Slab | Tiles] | None  # all tokens of a layer; None = read the rows that the pass computed
@@ -261,3 +263,100 @@ def _common_pieces(
             side[-1][2] -= count
             if not side[-1][2]:
                 side.pop()
+
+
+Fork = Callable[[Tensor, Tensor, Tensor, int], None]  # the signature of `Backend.beam_fork_`
+
+_IN_TWO_PASSES: Fork = SingleStream().beam_fork_
+
+
+class BeamArena:
+    """Unshared KV: the few tokens that each of up to `max_beams` beams has added to its prompt, one slot a round.
+
+    It is allocated once and reused, and holds the memory of a round's logits too: a new tensor would cost page
+    faults in every round. H = KV heads, D = width of a head.
+
+    Source: the separated KV cache of xGR (arXiv:2512.11529).
+    Invariant: slot s of row i holds round s of beam i (after `move`), or of beam ancestry[s, i] (with
+    `fork_ancestry`).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        max_beams: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fork: Fork = _IN_TWO_PASSES,
+    ) -> None:
+        """Allocate.
+
+        Args:
+            num_layers: of the decoder.
+            num_heads: KV heads.
+            head_dim: width of a head.
+            max_beams: of all requests of a pass.
+            num_slots: rounds whose KV is read again: the levels of the catalogue, less one.
+            dtype: of keys, values and logits.
+            device: whose memory.
+            fork: `beam_fork_` of the backend.
+        """
+        self.max_beams = max_beams
+        self.num_slots = num_slots
+        self._fork = fork
+        shape = (num_layers, max_beams, num_slots, num_heads, head_dim)
+        self._keys = torch.zeros(shape, dtype=dtype, device=device)
+        self._values = torch.zeros(shape, dtype=dtype, device=device)
+        self._logits = torch.empty(0, dtype=dtype, device=device)
+
+    def part(self, first: int, count: int) -> BeamArena:
+        """Return a view of `count` beams: each of several requests that share the memory gets its own."""
+        assert 0 <= first <= first + count <= self.max_beams
+        view = object.__new__(BeamArena)
+        view.max_beams = count
+        view.num_slots = self.num_slots
+        view._fork = self._fork
+        view._logits = self._logits[:0]  # none: a view allocates its own if it needs them
+        view._keys, view._values = (plane[:, first : first + count] for plane in (self._keys, self._values))
+        return view
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values."""
+        return 2 * self._keys.nbytes
+
+    def slabs(self, layer: int) -> Slab:
+        """Return views of the keys and values of one layer, [max_beams, slots, H, D] each."""
+        return self._keys[layer], self._values[layer]
+
+    def logits(self, num_rows: int, num_columns: int) -> Tensor:
+        """Return uninitialised memory for a round's logits [rows, columns].
+
+        It is the same memory each time; the warm-up makes it grow to its largest size.
+        """
+        count = num_rows * num_columns
+        if len(self._logits) < count:
+            self._logits = self._logits.new_empty(count)
+        return self._logits[:count].view(num_rows, num_columns)
+
+    def move(self, parent: Tensor, num_slots: int) -> None:
+        """Fork in place: the first `num_slots` slots of row i become those of row parent[i] (`Backend.beam_fork_`)."""
+        self._fork(self._keys, self._values, parent, num_slots)
+
+
+def fork_ancestry(ancestry: Tensor, parent: Tensor) -> Tensor:
+    """Fork by index: no KV moves, a table says which row holds each slot of a beam.
+
+    Args:
+        ancestry: int64 [slots, rows before]: the table of the rounds so far.
+        parent: int64 [rows]: the beam that each new beam grew from.
+
+    Returns:
+        int64 [slots + 1, rows]: the table of the new beams. A new beam's own token goes into its own row.
+    """
+    own = torch.arange(len(parent), device=parent.device)
+    return torch.cat([ancestry[:, parent], own[None]])

@@ -1,24 +1,89 @@
-"""An allocator of page numbers: a binary buddy that hands out any n free pages as few aligned blocks.
-
-A classic buddy rounds a request up; this one covers n pages by power-of-two blocks, largest first, so a request
-succeeds whenever n pages are free. Blocks coalesce with their buddies when they come back, which keeps entries in
-few long runs however long the instance lives. Costs grow with log(num_pages), never with the number of users.
-
-Invariants:
-  B1  every page is in exactly one free block or one allocated run
-  B2  a free block of order k starts at a multiple of 2**k, and its buddy is not free too
-"""
+"""Pages: the layout of one model's prefix KV, which is the same in every tier, and an allocator of page numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
+
+from npu_gr.backend.base import Arrangement
+from npu_gr.backend.tiles import TILE_TOKENS, padded
 from npu_gr.core.errors import PoolExhausted
-from npu_gr.engine.kv.layout import PageRun
+
+
+class PageRun(NamedTuple):
+    """Consecutive pages [first_page, first_page + num_pages)."""
+
+    first_page: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """Shape of a page: the keys and values of `page_tokens` tokens, of every layer."""
+
+    num_layers: int
+    num_heads: int
+    qk_dim: int  # per head
+    v_dim: int  # per head
+    page_tokens: int = 64
+    dtype: str = "float32"
+    arrangement: Arrangement = "natural"  # of the tokens within a page: row by row, or in tiles (`backend/tiles.py`)
+
+    def __post_init__(self) -> None:
+        if self.arrangement == "tiles" and self.page_tokens % TILE_TOKENS:
+            raise ValueError(f"page_tokens: {self.page_tokens} is no multiple of a tile's {TILE_TOKENS}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the stored keys and values."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers stored for a token's key and value, per head. Tiles pad them."""
+        return padded(self.qk_dim, self.v_dim) if self.arrangement == "tiles" else (self.qk_dim, self.v_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token, all layers."""
+        return self.num_layers * self.num_heads * sum(self.widths) * self.torch_dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers."""
+        return self.page_tokens * self.token_bytes
+
+    @property
+    def layout_id(self) -> str:
+        """Identifies the layout. It is part of every prefix key, so entries of different layouts never meet."""
+        shape = f"{self.num_layers}x{self.num_heads}x{self.qk_dim}+{self.v_dim}"
+        return f"{shape}/{self.page_tokens}/{self.dtype}/{self.arrangement}"
+
+    def pages(self, num_tokens: int) -> int:
+        """Return how many pages hold this many tokens."""
+        return -(-num_tokens // self.page_tokens)
+
+    def bytes(self, num_tokens: int) -> int:
+        """Return the bytes of the pages that hold this many tokens."""
+        return self.pages(num_tokens) * self.page_bytes
 
 
 class PageAllocator:
-    """The free ones of the pages 0..num_pages-1."""
+    """The free ones of the pages 0..num_pages-1: a binary buddy that hands out any n as few aligned blocks.
+
+    A classic buddy rounds a request up; this one covers n pages by power-of-two blocks, largest first, so a
+    request succeeds whenever n pages are free. Blocks coalesce with their buddies when they come back, which
+    keeps entries in few long runs however long the instance lives. Costs grow with log(num_pages), never with
+    the number of users.
+
+    Invariants:
+      B1  every page is in exactly one free block or one allocated run
+      B2  a free block of order k starts at a multiple of 2**k, and its buddy is not free too
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = self.num_free = num_pages
@@ -74,20 +139,6 @@ class PageAllocator:
             self.steps += 1
         assert first not in self._free[order], f"page {first} is free already"
         self._free[order][first] = None
-
-    def check(self) -> None:
-        """Assert B2 and that the free blocks are disjoint and add up."""
-        seen: set[int] = set()
-        for order, blocks in enumerate(self._free):
-            for first in blocks:
-                assert first % (1 << order) == 0
-                buddy = first ^ (1 << order)
-                assert order + 1 >= len(self._free) or buddy not in blocks
-                pages = set(range(first, first + (1 << order)))
-                assert not pages & seen
-                seen |= pages
-        assert len(seen) == self.num_free
-        assert all(0 <= page < self.num_pages for page in seen)
 
 
 def _blocks(run: PageRun) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, ValuesView
+from collections.abc import Callable, Iterator, ValuesView
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import NamedTuple
@@ -40,9 +40,8 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import PoolExhausted
 from npu_gr.core.shares import Account, Shares
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import PageRun
-from npu_gr.engine.kv.tier import PageTier, TierEntry
+from npu_gr.engine.kv.pages import PageAllocator, PageRun
+from npu_gr.engine.kv.tier import PageTier, PrefixKey, TierEntry
 
 CREDIT = 1 / 8  # of its share, that a tenant nobody knows yet may have waiting for ranks, while others want room
 LEAST_CREDIT = 1 / 64  # that one keeps whose signals are never followed by a rank
@@ -140,6 +139,113 @@ class Room(NamedTuple):
     is_at_share: bool  # it has its share, and others want the rest
 
 
+class _TenantRoom:
+    """Who may have how many pages, and whose entry makes room: the table in the text at the top."""
+
+    def __init__(self, shares: Shares[_Holding], pages: PageAllocator, waits: _RankWaits) -> None:
+        self._shares = shares
+        self._pages = pages
+        self._waits = waits
+
+    def of(self, holding: _Holding, need: int, *, is_signalled: bool) -> Room:
+        """Say how much a tenant can get for a prefix of so many pages."""
+        ratios = self._shares.ratios()
+        is_shared = len(ratios) > 1
+        share = ratios.get(holding, 0.0) * self._pages.num_pages
+        awaiting = holding.awaiting_pages
+        if is_signalled and is_shared and awaiting and awaiting + need > share * holding.credit:
+            return Room(0, is_at_share=True)
+        within = self._is_within(holding, need, ratios)
+        num_pages = self._pages.num_free
+        if num_pages < need:
+            accounts = self._shares.accounts
+            num_pages += sum(self._obtainable(other, holding, ratios, within=within) for other in accounts)
+        return Room(num_pages, is_at_share=is_shared and not within)
+
+    def victims(self, holding: _Holding, need: int) -> Iterator[PrefixEntry]:
+        """Yield the entries that make room, until so many pages are free; the caller drops each."""
+        ratios = self._shares.ratios()
+        within = self._is_within(holding, need, ratios)
+        while self._pages.num_free < need:
+            yield self._victim(holding, ratios, within=within)
+
+    def _is_within(self, holding: _Holding, need: int, ratios: dict[_Holding, float]) -> bool:
+        """Whether a tenant stays within its share with so many pages more; its first prefix always is."""
+        if holding is self._shares.nobody:
+            return False
+        return not holding.held or holding.held + need <= ratios[holding] * self._pages.num_pages
+
+    def _over(self, other: _Holding, ratios: dict[_Holding, float]) -> int:
+        """Count the pages that a tenant holds over its share."""
+        return max(0, math.ceil(other.held - ratios.get(other, 0.0) * self._pages.num_pages))
+
+    def _obtainable(self, other: _Holding, taker: _Holding, ratios: dict[_Holding, float], *, within: bool) -> int:
+        if other is taker or taker is self._shares.nobody:
+            return other.evictable.num_pages
+        over = self._over(other, ratios)
+        return min(over, other.evictable.num_pages + (other.waiting.num_pages if within else 0))
+
+    def _victim(self, taker: _Holding, ratios: dict[_Holding, float], *, within: bool) -> PrefixEntry:
+        found: list[tuple[int, float, int, PrefixEntry]] = []
+        for number, other in enumerate(self._shares.accounts):
+            if other is not taker and taker is not self._shares.nobody and not self._over(other, ratios):
+                continue
+            if (entry := other.evictable.oldest()) is not None:
+                is_last = within and len(ratios) > 1 and other is taker
+                found.append((3 if is_last else 1, entry.evictable_number, number, entry))
+            if within and other is not taker and (entry := other.waiting.oldest()) is not None:
+                found.append((0 if self._waits.is_overdue(entry) else 2, entry.waits_since_at, number, entry))
+        return min(found)[-1]
+
+
+class _RankWaits:
+    """The published entries that await a rank: until when each does, and which tenants' prefixes nobody ranked."""
+
+    def __init__(self, t_life_s: float, clock: Callable[[], float]) -> None:
+        self.t_life_s = t_life_s
+        self.usual_s = t_life_s  # hardly any rank comes later than that after its signal
+        self._clock = clock
+        # FIFO by expiry. After `t_life_s` is lowered the order is stale: entries may expire late, never early.
+        self.expiring: dict[PrefixEntry, None] = {}
+        self._unjudged: deque[tuple[float, PrefixEntry]] = deque()  # signalled; since when it waits, oldest first
+
+    def begin(self, entry: PrefixEntry) -> None:
+        """Let an entry begin to wait for a rank."""
+        entry.waits_since_at = self._clock()
+        entry.is_judged = False
+        if entry.is_signalled:
+            self._unjudged.append((entry.waits_since_at, entry))
+        self.extend(entry)
+
+    def extend(self, entry: PrefixEntry) -> None:
+        """Let an entry wait for `t_life_s` from now."""
+        self.expiring.pop(entry, None)  # it is not there if its time was up while it was leased
+        entry.expires_at = self._clock() + self.t_life_s
+        self.expiring[entry] = None
+
+    def end(self, entry: PrefixEntry) -> None:
+        """A rank has come, or none will."""
+        if entry.awaits_rank and entry.is_signalled:
+            entry.holding.awaiting_pages -= entry.num_pages
+        entry.awaits_rank = False
+
+    def is_overdue(self, entry: PrefixEntry) -> bool:
+        """Whether an entry waits for longer than hardly any rank takes."""
+        return self._clock() - entry.waits_since_at >= self.usual_s
+
+    def ended(self) -> Iterator[PrefixEntry]:
+        """Judge what nobody ranked in the usual time, and yield the entries whose time is up."""
+        now_at = self._clock()
+        while self._unjudged and now_at - self._unjudged[0][0] >= self.usual_s:
+            waits_since_at, entry = self._unjudged.popleft()
+            if entry.awaits_rank and entry.waits_since_at == waits_since_at:
+                entry.is_judged = True
+                entry.holding.judge(is_ranked=False)
+        while self.expiring and (entry := next(iter(self.expiring))).expires_at <= now_at:
+            del self.expiring[entry]
+            yield entry
+
+
 class _Leased(AbstractContextManager[PrefixEntry]):
     """A block that reads an entry."""
 
@@ -151,11 +257,27 @@ class _Leased(AbstractContextManager[PrefixEntry]):
         self._consume = consume
 
     def __enter__(self) -> PrefixEntry:
-        self._pool._take(self._entry, self._consume)
-        return self._entry
+        entry = self._entry
+        assert entry.state in (EntryState.LIVE, EntryState.EVICTABLE)
+        if entry.state is EntryState.EVICTABLE:
+            entry.state = EntryState.LIVE
+            entry.holding.evictable.remove(entry)
+        elif not entry.leases:
+            entry.holding.waiting.remove(entry)
+        self._pool.shares.asked(entry.holding)
+        entry.leases += 1
+        if self._consume and entry.awaits_rank:  # a signal that comes while this rank runs is for the next one
+            if entry.is_signalled:
+                entry.holding.judge(is_ranked=True)
+            self._pool.waits.end(entry)
+        return entry
 
     def __exit__(self, *_: object) -> None:
-        self._pool._leave(self._entry, self._consume)
+        entry = self._entry
+        entry.leases -= 1
+        entry.consumed |= self._consume
+        if not entry.leases:
+            self._pool._unleased(entry)
 
 
 class PrefixPool(PageTier[PrefixEntry]):
@@ -167,7 +289,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         Args:
             arena: the memory.
             budget_bytes: how much of it to use, in whole pages.
-            t_life_s: how long a published entry waits for its rank; it may be changed at any time.
+            t_life_s: how long a published entry waits for its rank.
             clock: instants for expiry.
 
         Raises:
@@ -177,16 +299,11 @@ class PrefixPool(PageTier[PrefixEntry]):
         if num_pages < 1:
             raise ValueError(f"budget_bytes: {budget_bytes} is less than one page of {arena.layout.page_bytes} bytes")
         super().__init__(arena, num_pages, clock)
-        self.t_life_s = t_life_s
-        self.usual_wait_s = t_life_s  # hardly any rank comes later than that after its signal
+        self.waits = _RankWaits(t_life_s, clock)
         self.shares: Shares[_Holding] = Shares(_Holding, clock)
-        self._published: dict[PrefixKey, PrefixEntry] = {}
+        self._tenant_room = _TenantRoom(self.shares, self._pages, self.waits)
         self._reserved = _Group()
-        self._evictable_pages = 0
         self._numbers = itertools.count(1)
-        # FIFO by expiry. After `t_life_s` is lowered the order is stale: entries may expire late, never early.
-        self._expiring: dict[PrefixEntry, None] = {}
-        self._unjudged: deque[tuple[float, PrefixEntry]] = deque()  # signalled; since when it waits, oldest first
         self.on_evict: Callable[[PrefixEntry], None] = lambda _entry: None
 
     @property
@@ -198,15 +315,12 @@ class PrefixPool(PageTier[PrefixEntry]):
     def evictable_bytes(self) -> int:
         """Bytes of the entries that can still be read, and are given up as soon as room is needed."""
         self._expire()
-        return self._evictable_pages * self.arena.layout.page_bytes
+        return self._evictable_pages() * self.arena.layout.page_bytes
 
     @property
     def live_bytes(self) -> int:
         """Bytes of the entries that wait for their rank, are leased, are dropped but leased, or are overwritten."""
         return self.budget_bytes - self.free_bytes - self.reserved_bytes - self.evictable_bytes
-
-    def __len__(self) -> int:
-        return len(self._published)
 
     # ---- production
 
@@ -218,49 +332,7 @@ class PrefixPool(PageTier[PrefixEntry]):
             num_tokens: length of the prefix.
         """
         self._expire()
-        return self._room(self.shares.asking(tenant), self.arena.layout.pages(num_tokens), is_signalled=True)
-
-    def _room(self, holding: _Holding, need: int, *, is_signalled: bool) -> Room:
-        ratios = self.shares.ratios()
-        is_shared = len(ratios) > 1
-        share = ratios.get(holding, 0.0) * self._pages.num_pages
-        awaiting = holding.awaiting_pages
-        if is_signalled and is_shared and awaiting and awaiting + need > share * holding.credit:
-            return Room(0, is_at_share=True)
-        within = self._is_within(holding, need, ratios)
-        num_pages = self._pages.num_free
-        if num_pages < need:
-            num_pages += sum(self._obtainable(other, holding, ratios, within=within) for other in self.shares.accounts)
-        return Room(num_pages, is_at_share=is_shared and not within)
-
-    def _is_within(self, holding: _Holding, need: int, ratios: dict[_Holding, float]) -> bool:
-        """Whether a tenant stays within its share with so many pages more; its first prefix always is."""
-        if holding is self.shares.nobody:
-            return False
-        return not holding.held or holding.held + need <= ratios[holding] * self._pages.num_pages
-
-    def _over(self, other: _Holding, ratios: dict[_Holding, float]) -> int:
-        """Count the pages that a tenant holds over its share."""
-        return max(0, math.ceil(other.held - ratios.get(other, 0.0) * self._pages.num_pages))
-
-    def _obtainable(self, other: _Holding, taker: _Holding, ratios: dict[_Holding, float], *, within: bool) -> int:
-        if other is taker or taker is self.shares.nobody:
-            return other.evictable.num_pages
-        over = self._over(other, ratios)
-        return min(over, other.evictable.num_pages + (other.waiting.num_pages if within else 0))
-
-    def _victim(self, taker: _Holding, ratios: dict[_Holding, float], *, within: bool) -> PrefixEntry:
-        """Choose the entry that makes room: one that can be had, by the order in the text at the top."""
-        found: list[tuple[int, float, int, PrefixEntry]] = []
-        for number, other in enumerate(self.shares.accounts):
-            if other is not taker and taker is not self.shares.nobody and not self._over(other, ratios):
-                continue
-            if (entry := other.evictable.oldest()) is not None:
-                is_last = within and len(ratios) > 1 and other is taker
-                found.append((3 if is_last else 1, entry.evictable_number, number, entry))
-            if within and other is not taker and (entry := other.waiting.oldest()) is not None:
-                found.append((0 if self._is_overdue(entry) else 2, entry.waits_since_at, number, entry))
-        return min(found)[-1]
+        return self._tenant_room.of(self.shares.asking(tenant), self.arena.layout.pages(num_tokens), is_signalled=True)
 
     def reserve(
         self, key: PrefixKey, num_tokens: int, *, is_signalled: bool = False, is_own: bool = False
@@ -282,19 +354,16 @@ class PrefixPool(PageTier[PrefixEntry]):
         need = self.arena.layout.pages(num_tokens)
         self._expire()
         holding = self.shares.nobody if is_own else self.shares.asking(key.user.tenant)
-        room = self._room(holding, need, is_signalled=is_signalled)
+        room = self._tenant_room.of(holding, need, is_signalled=is_signalled)
         if need > room.num_pages:
             raise PoolExhausted(
                 f"need {need} pages, {self._pages.num_free} of {self._pages.num_pages} are free "
-                f"and {self._evictable_pages} can be evicted"
+                f"and {self._evictable_pages()} can be evicted"
                 + (", but other tenants want room too" if room.is_at_share else "")
             )
-        if (before := self._published.get(key)) is not None:
+        if (before := self._found.get(key)) is not None:
             self.drop(before)
-        ratios = self.shares.ratios()
-        within = self._is_within(holding, need, ratios)
-        while self._pages.num_free < need:
-            victim = self._victim(holding, ratios, within=within)
+        for victim in self._tenant_room.victims(holding, need):
             self._drop(victim)
             self.on_evict(victim)
         entry = PrefixEntry(key, num_tokens, self._pages.allocate(need), holding, is_signalled)
@@ -320,8 +389,8 @@ class PrefixPool(PageTier[PrefixEntry]):
         entry.timestamps = timestamps
         entry.state = EntryState.LIVE
         entry.holding.waiting.add(entry)
-        self._published[entry.key] = entry
-        self._wait(entry)
+        self._found[entry.key] = entry
+        self.waits.begin(entry)
         return True
 
     def renew(self, entry: PrefixEntry) -> None:
@@ -332,33 +401,17 @@ class PrefixPool(PageTier[PrefixEntry]):
         """
         self.shares.asked(entry.holding)
         if entry.state is EntryState.EVICTABLE:
-            self._leave_evictable(entry)
+            entry.state = EntryState.LIVE
+            entry.holding.evictable.remove(entry)
             entry.holding.waiting.add(entry)
         if entry.awaits_rank:
-            if entry.is_signalled and self._is_overdue(entry):
+            if entry.is_signalled and self.waits.is_overdue(entry):
                 entry.holding.judge(is_ranked=False)
-            self._expiring.pop(entry, None)  # it is not there if its time was up while it was leased
-            self._expire_later(entry)
+            self.waits.extend(entry)
             return
         entry.awaits_rank = entry.is_signalled = True
         entry.holding.awaiting_pages += entry.num_pages
-        self._expiring.pop(entry, None)
-        self._wait(entry)
-
-    def _wait(self, entry: PrefixEntry) -> None:
-        """Let an entry begin to wait for a rank."""
-        entry.waits_since_at = self._clock()
-        entry.is_judged = False
-        if entry.is_signalled:
-            self._unjudged.append((entry.waits_since_at, entry))
-        self._expire_later(entry)
-
-    def _expire_later(self, entry: PrefixEntry) -> None:
-        entry.expires_at = self._clock() + self.t_life_s
-        self._expiring[entry] = None
-
-    def _is_overdue(self, entry: PrefixEntry) -> bool:
-        return self._clock() - entry.waits_since_at >= self.usual_wait_s
+        self.waits.begin(entry)
 
     def abandon(self, entry: PrefixEntry) -> None:
         """Give the pages of an unfinished entry back. Nothing happens to an entry that was published."""
@@ -368,10 +421,6 @@ class PrefixPool(PageTier[PrefixEntry]):
         self._give_back(entry)
 
     # ---- use
-
-    def get(self, key: PrefixKey) -> PrefixEntry | None:
-        """Find the published entry with this key."""
-        return self._published.get(key)
 
     def is_reserved(self, key: PrefixKey) -> bool:
         """Return whether a prefix with this key is being written now."""
@@ -386,36 +435,6 @@ class PrefixPool(PageTier[PrefixEntry]):
         """
         return _Leased(self, entry, consume)
 
-    def _take(self, entry: PrefixEntry, consume: bool) -> None:
-        assert entry.state in (EntryState.LIVE, EntryState.EVICTABLE)
-        if entry.state is EntryState.EVICTABLE:
-            self._leave_evictable(entry)
-        elif not entry.leases:
-            entry.holding.waiting.remove(entry)
-        self.shares.asked(entry.holding)
-        entry.leases += 1
-        if consume and entry.awaits_rank:  # a signal that comes while this rank runs is for the next one
-            if entry.is_signalled:
-                entry.holding.judge(is_ranked=True)
-            self._end_wait(entry)
-
-    def _leave(self, entry: PrefixEntry, consume: bool) -> None:
-        entry.leases -= 1
-        entry.consumed |= consume
-        if not entry.leases:
-            self._unleased(entry)
-
-    def _leave_evictable(self, entry: PrefixEntry) -> None:
-        entry.state = EntryState.LIVE
-        entry.holding.evictable.remove(entry)
-        self._evictable_pages -= entry.num_pages
-
-    def _end_wait(self, entry: PrefixEntry) -> None:
-        """A rank has come, or none will."""
-        if entry.awaits_rank and entry.is_signalled:
-            entry.holding.awaiting_pages -= entry.num_pages
-        entry.awaits_rank = False
-
     def _unleased(self, entry: PrefixEntry) -> None:
         """No block reads the entry any more."""
         if entry.state is EntryState.DROPPED:
@@ -423,25 +442,20 @@ class PrefixPool(PageTier[PrefixEntry]):
         elif entry.awaits_rank and entry.expires_at > self._clock():
             entry.holding.waiting.add(entry)
         else:
-            self._end_wait(entry)
+            self.waits.end(entry)
             entry.state = EntryState.EVICTABLE
             entry.evictable_number = next(self._numbers)
             entry.holding.evictable.add(entry)
-            self._evictable_pages += entry.num_pages
 
     def _expire(self) -> None:
-        """Make the entries evictable whose time is up, except those that are leased, and judge what nobody ranked."""
-        now_at = self._clock()
-        while self._unjudged and now_at - self._unjudged[0][0] >= self.usual_wait_s:
-            waits_since_at, entry = self._unjudged.popleft()
-            if entry.awaits_rank and entry.waits_since_at == waits_since_at:
-                entry.is_judged = True
-                entry.holding.judge(is_ranked=False)
-        while self._expiring and (entry := next(iter(self._expiring))).expires_at <= now_at:
-            del self._expiring[entry]
+        """Make the entries evictable whose time is up, except those that are leased."""
+        for entry in self.waits.ended():
             if entry.state is EntryState.LIVE and not entry.leases:
                 entry.holding.waiting.remove(entry)
                 self._unleased(entry)
+
+    def _evictable_pages(self) -> int:
+        return sum(holding.evictable.num_pages for holding in self.shares.accounts)
 
     def drop(self, entry: PrefixEntry) -> None:
         """Make an entry unfindable. Its pages go back at once, or when its writer or its last reader is done.
@@ -457,52 +471,16 @@ class PrefixPool(PageTier[PrefixEntry]):
         if before is EntryState.DROPPED:
             return
         if before is EntryState.EVICTABLE:
-            self._leave_evictable(entry)
+            entry.holding.evictable.remove(entry)
         elif before is EntryState.LIVE and not entry.leases:
             entry.holding.waiting.remove(entry)
-        self._end_wait(entry)
-        self._expiring.pop(entry, None)
+        self.waits.end(entry)
+        self.waits.expiring.pop(entry, None)
         entry.state = EntryState.DROPPED
         self._users.remove(entry)
         if before is EntryState.RESERVED:
             self._reserved.remove(entry)
             return  # the writer still calls `publish` or `abandon`
-        del self._published[entry.key]
+        del self._found[entry.key]
         if not entry.leases:
             self._give_back(entry)
-
-    def check(self) -> None:
-        """Assert I1 to I3 over the whole pool. For tests: it looks at every entry."""
-        self._pages.check()
-        held = [*self._published.values(), *self._reserved.values()]
-        pages = [page for entry in held for first, count in entry.runs for page in range(first, first + count)]
-        assert len(pages) == len(set(pages)), "a page in two places"
-        assert len(pages) <= self._pages.num_pages - self._pages.num_free
-        for entry in held:
-            assert sum(run.num_pages for run in entry.runs) == entry.num_pages
-            assert entry.is_held
-        assert all(entry.state is EntryState.RESERVED for entry in self._reserved.values())
-        assert all(entry.is_published for entry in self._published.values())
-        assert self._reserved.num_pages == sum(e.num_pages for e in self._reserved.values())
-        holdings = self.shares.accounts
-        assert self._evictable_pages == sum(holding.evictable.num_pages for holding in holdings)
-        for holding in holdings:
-            for group in (holding.waiting, holding.evictable):
-                assert group.num_pages == sum(entry.num_pages for entry in group.values())
-            of_its_own = [entry for entry in held if entry.holding is holding]
-            waiting = [e for e in of_its_own if e.state is EntryState.LIVE and not e.leases]
-            assert set(holding.waiting.values()) == set(waiting)
-            assert all(entry.awaits_rank for entry in waiting)
-            awaiting = [entry for entry in of_its_own if entry.is_signalled and entry.awaits_rank]
-            assert holding.awaiting_pages == sum(entry.num_pages for entry in awaiting)
-            assert holding.held >= sum(entry.num_pages for entry in of_its_own)
-            for entry in holding.evictable.values():
-                assert entry.state is EntryState.EVICTABLE
-                assert not entry.leases
-                assert not entry.awaits_rank
-        assert self._pages.num_pages - self._pages.num_free >= sum(holding.held for holding in holdings)
-        assert self._expiring.keys() >= {
-            entry for entry in self._published.values() if entry.awaits_rank and not entry.leases
-        }
-        assert self.free_bytes + self.reserved_bytes + self.live_bytes + self.evictable_bytes == self.budget_bytes
-        assert self.live_bytes >= 0

@@ -1,4 +1,4 @@
-"""The two memory tiers of one model's prefixes, made from the configuration. The service and the simulator use it."""
+"""The two memory tiers of one model's prefixes, made from their settings. The service and the simulator use it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.config import KVConfig
-from npu_gr.engine.kv.dram_store import DramStore
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv.tier import DramStore
 
 
 class Tiers(NamedTuple):

@@ -96,5 +96,4 @@ class Metrics:
 
     def refresh(self) -> None:
         """Set what has to be set anew before a scrape."""
-        self.door.before_scrape()
         self.generate.refresh()

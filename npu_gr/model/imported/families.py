@@ -1,4 +1,4 @@
-"""The projects whose HSTU checkpoints convert: one table, by the name that `npu-gr import hstu --from` takes."""
+"""The projects whose HSTU checkpoints convert: one table, by the name that `npu-gr import --from` takes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.model.imported import dlrm_v3, recsys_examples, research, torcheasyrec
-from npu_gr.model.imported.converted import Converted, GivenNames
-from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
+from npu_gr.model.imported import recsys_examples, torcheasyrec
+from npu_gr.model.imported.research import convert_dlrm_v3, convert_research
+from npu_gr.model.imported.source import Converted, ForeignCheckpoint, GivenNames, read_gin, read_tensors
 from npu_gr.model.imported.torcheasyrec_files import read_pipeline, weights_folder
 
 FAMILIES: dict[str, Callable[[ForeignCheckpoint, GivenNames], Converted]] = {
-    "generative-recommenders": research.convert,
-    "dlrmv3": dlrm_v3.convert,
+    "generative-recommenders": convert_research,
+    "dlrmv3": convert_dlrm_v3,
     "recsys-examples": recsys_examples.convert,
     "torcheasyrec": torcheasyrec.convert,
 }

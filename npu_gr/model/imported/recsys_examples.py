@@ -17,9 +17,17 @@ from torch import Tensor
 from torch.nn.functional import linear, relu
 
 from npu_gr.model.config import HSTUConfig
-from npu_gr.model.imported.contextual import folded, numbered
-from npu_gr.model.imported.converted import Converted, GivenNames, filled, named, named_items, per_head_to_kind
-from npu_gr.model.imported.source import ForeignCheckpoint
+from npu_gr.model.imported.source import (
+    Converted,
+    ForeignCheckpoint,
+    GivenNames,
+    filled,
+    folded,
+    named,
+    named_items,
+    numbered,
+    per_head_to_kind,
+)
 
 BLOCK = "_hstu_block._attention_layers"
 PREPROCESSOR = "_hstu_block._preprocessor"

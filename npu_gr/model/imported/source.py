@@ -1,7 +1,14 @@
-"""What another project's checkpoint folder holds: tensors by name, settings, and all that cannot be converted.
+"""What another project's checkpoint folder holds, and what all conversions share.
 
-A conversion takes what it knows; at the end whatever is left is named, with everything that was refused before, in one
-error: nothing is dropped in silence.
+A conversion takes what it knows of the tensors by name and the settings; at the end whatever is left is named, with
+everything that was refused before, in one error: nothing is dropped in silence.
+
+Meta's DLRM form of HSTU and what descends from it have layers in common, MLPs that become rows, and contextual
+features: a token each of the user in front of the history, or all in one. Such a token is a linear layer, or an MLP,
+of the row of the feature's value. It is folded into the rows: what a token is without a value is in `user_token`, and
+what the value adds is its row.
+
+Source: the public code of generative-recommenders, `modules/{stu,preprocessors,action_encoder,postprocessors}.py`.
 """
 
 from __future__ import annotations
@@ -9,18 +16,24 @@ from __future__ import annotations
 import ast
 import pickle
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.nn.functional import layer_norm, linear
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CheckpointError
+from npu_gr.core.feature_schema.schema import MOST_WHOLE, Feature
+from npu_gr.model.config import HSTUConfig, TimePeriod
+from npu_gr.model.hstu import HSTU
 
 STATE_KEYS = (
     "model_state_dict",
@@ -206,3 +219,192 @@ def read_gin(folder: Path) -> dict[str, Any]:
                 continue
             raise CheckpointError(f"{files[0]}: line {number}: not a literal: {pending}") from error
     return found
+
+
+class GivenNames(NamedTuple):
+    """What a checkpoint of another project does not say of itself; empty = numbers, or the project's own words."""
+
+    item_ids: I64 | None = None  # [num_items] external id of each row, each once
+    actions: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+
+
+class Converted(NamedTuple):
+    """A ranker in our form."""
+
+    model: HSTU
+    item_ids: I64  # [num_items]
+    notes: list[str]  # what became of things that a reader of the source would look for
+
+
+def filled(source: ForeignCheckpoint, config: HSTUConfig, tensors: dict[str, Tensor], item_ids: I64) -> Converted:
+    """Make the model.
+
+    Args:
+        source: everything of it is taken by now.
+        config: the model's.
+        tensors: of the model by our names; biases that are absent are zero, norms that are absent change nothing.
+        item_ids: external id of each item row.
+
+    Raises:
+        CheckpointError: something of the source did not convert.
+    """
+    source.finish()
+    model = HSTU(config)
+    state = model.state_dict()
+    for name, place in state.items():
+        if name in tensors:
+            place.copy_(tensors[name])
+        else:
+            assert "norm" in name or name.endswith(".bias") or name == "action.weight", name
+            place.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+    assert tensors.keys() <= state.keys(), tensors.keys() - state.keys()
+    return Converted(model.eval().requires_grad_(False), item_ids, source.notes)
+
+
+def named_items(source: ForeignCheckpoint, names: GivenNames, num_items: int, first_id: int) -> I64:
+    """Return the given ids of items, or numbers from `first_id` on."""
+    if names.item_ids is None:
+        source.notes.append(f"items are numbers, {first_id} to {first_id + num_items - 1}")
+        return np.arange(first_id, first_id + num_items)
+    if len(names.item_ids) != num_items:
+        raise CheckpointError(f"item ids: {len(names.item_ids)}, and the checkpoint has {num_items} items")
+    return names.item_ids
+
+
+def named(source: ForeignCheckpoint, what: str, given: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the given names, or the default ones; a wrong number is noted."""
+    if given and len(given) != len(default):
+        source.refuse(f"{what}: {len(given)} names, and the checkpoint has {len(default)}")
+        return default
+    return given or default
+
+
+def per_head_to_kind(weight: Tensor, num_heads: int, widths: list[int]) -> Tensor:
+    """Bring rows laid out head by head, [H, u | v | q | k], into our order [U | V | Q | K].
+
+    Args:
+        weight: [H * sum(widths), ...].
+        num_heads: H.
+        widths: of U, V, Q and K in one head.
+    """
+    by_head = weight.view(num_heads, sum(widths), *weight.shape[1:])
+    return torch.cat([part.flatten(0, 1) for part in by_head.split(widths, dim=1)])
+
+
+class Contextual(NamedTuple):
+    """One feature."""
+
+    feature: Feature  # of the user
+    rows: Tensor  # [num_rows, d] of its table, in the order of `Feature.num_rows`; of what is missing last
+
+
+def numbered(source: ForeignCheckpoint, name: str, table: Tensor, missing: Tensor | None = None) -> Contextual:
+    """Make a feature whose values are the numbers of its table's rows.
+
+    Args:
+        source: where a table that is too long is noted.
+        name: of the feature.
+        table: [n, d].
+        missing: [d] of no value; None = zeros.
+    """
+    if len(table) > MOST_WHOLE:
+        source.refuse(f"contextual feature {name}: {len(table)} rows, the limit is {MOST_WHOLE}")
+        table = table[:1]
+    feature = Feature(name=name, of="user", kind="number", num_buckets=len(table))
+    last = table.new_zeros(table.shape[1]) if missing is None else missing
+    return Contextual(feature, torch.cat([table, last[None]]))
+
+
+def folded(
+    features: Sequence[Contextual], weights: Sequence[Tensor] | Tensor, biases: Tensor, scale: float
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fold linear layers into the rows of features.
+
+    Args:
+        features: in the order of their tokens.
+        weights: [features, d, dim] of each one's layer.
+        biases: [tokens, dim]: as many as features, or one, and then the features are one token.
+        scale: of embeddings.
+
+    Returns:
+        Settings of `HSTUConfig`, and tensors of the model.
+    """
+    rows = [one.rows @ weight * scale for one, weight in zip(features, weights, strict=True)]
+    is_each = len(biases) == len(features)
+    settings = {"features": tuple(one.feature for one in features), "user_tokens": "each" if is_each else "sum"}
+    padding = biases.new_zeros(1, biases.shape[1])
+    tensors = {
+        "features.user.codes.weight": torch.cat([*rows, padding]),
+        "user_token": biases * scale if is_each else biases[0] * scale,
+    }
+    return settings, tensors
+
+
+MAX_ACTION_BITS = 8  # sets of actions are rows of a table, 2^8
+EPS = 1e-5  # of norms outside the layers
+
+
+def gated_mlp(source: ForeignCheckpoint, at: str, rows: Tensor) -> Tensor:
+    """Take an MLP of two linear layers, a norm gate between and a norm behind, and give its results for rows."""
+    first = source.take(f"{at}0.weight", -1, rows.shape[1])
+    x = linear(rows, first, source.take(f"{at}0.bias", len(first)))
+    gate = source.take(f"{at}1.weight", len(first)), source.take(f"{at}1.bias", len(first))
+    x = x * layer_norm(x, x.shape[-1:], *gate, EPS).sigmoid()
+    second = source.take(f"{at}2.weight", -1, len(first))
+    x = linear(x, second, source.take(f"{at}2.bias", len(second)))
+    norm = source.take(f"{at}3.weight", len(second)), source.take(f"{at}3.bias", len(second))
+    return layer_norm(x, x.shape[-1:], *norm, EPS)
+
+
+def action_sets(source: ForeignCheckpoint, at: str, mlp: str, dim: int) -> tuple[tuple[str, ...], Tensor]:
+    """Name every set of actions by the sum of its weights, and compute its row; the last row is a candidate's.
+
+    Args:
+        source: has them.
+        at: of the encoder.
+        mlp: of the MLP behind it.
+        dim: of a row.
+    """
+    weights = source.tensors.pop(f"{at}_combined_action_weights", torch.tensor([], dtype=torch.int64)).tolist()
+    bits = len(weights)
+    if not bits:
+        source.refuse("no action encoder: events of one kind only do not convert")
+        return ("0",), torch.zeros(2, dim)
+    if bits > MAX_ACTION_BITS or len({w.bit_count() for w in weights}) != 1 or len(set(weights)) != bits:
+        source.refuse(f"action_weights = {weights}: up to {MAX_ACTION_BITS} powers of two convert")
+        return ("0",), torch.zeros(2, dim)
+    table = source.take(f"{at}_action_embedding_table", bits, -1)
+    shown = source.take(f"{at}_target_action_embedding_table", 1, table.numel())
+    masks = (torch.arange(2**bits)[:, None] >> torch.arange(bits)) & 1  # [sets, bits]
+    rows = torch.cat([(masks[:, :, None] * table).flatten(1), shown])
+    names = tuple(str(sum(w for w, on in zip(weights, mask, strict=True) if on)) for mask in masks.tolist())
+    return names, gated_mlp(source, mlp, rows)
+
+
+def clocks(source: ForeignCheckpoint, at: str, dim: int, tensors: dict[str, Tensor]) -> tuple[TimePeriod, ...]:
+    """Take the clocks of the last rows, if there are any."""
+    if f"{at}_period_units" not in source.tensors:
+        return ()
+    units = source.take(f"{at}_period_units", 1, -1).flatten().tolist()
+    counts = source.take(f"{at}_units_per_period", 1, len(units)).flatten().tolist()
+    tensors["clock.linear.weight"] = source.take(f"{at}_time_feature_combiner.weight", dim, dim + 2 * len(units))
+    tensors["clock.linear.bias"] = source.take(f"{at}_time_feature_combiner.bias", dim)
+    return tuple(TimePeriod(unit_s=int(u), num_units=int(n)) for u, n in zip(units, counts, strict=True))
+
+
+def stu_layer(
+    source: ForeignCheckpoint, theirs: str, ours: str, dim: int, heads: int, qk_dim: int, v_dim: int, is_per_head: bool
+) -> dict[str, Tensor]:
+    """Take the tensors of one layer."""
+    rows = 2 * heads * (v_dim + qk_dim)
+    norm = heads if is_per_head else heads * v_dim
+    return {
+        ours + "uvqk.weight": source.take(f"{theirs}_uvqk_weight", dim, rows).T,
+        ours + "uvqk.bias": source.take(f"{theirs}_uvqk_beta", rows),
+        ours + "norm_in.weight": source.take(f"{theirs}_input_norm_weight", dim),
+        ours + "norm_in.bias": source.take(f"{theirs}_input_norm_bias", dim),
+        ours + "out.weight": source.take(f"{theirs}_output_weight", 3 * heads * v_dim, dim).T,
+        ours + "norm_attention.weight": source.take(f"{theirs}_output_norm_weight", norm),
+        ours + "norm_attention.bias": source.take(f"{theirs}_output_norm_bias", norm),
+    }

@@ -18,13 +18,21 @@ import torch
 from torch import Tensor
 
 from npu_gr.model.config import HSTUConfig, TimeBuckets
-from npu_gr.model.imported.contextual import folded
-from npu_gr.model.imported.converted import Converted, GivenNames, filled, named, named_items
-from npu_gr.model.imported.source import ForeignCheckpoint
-from npu_gr.model.imported.stu import EPS, action_sets, clocks, gated_mlp, stu_layer
-from npu_gr.model.imported.text_message import TextMessage
-from npu_gr.model.imported.torcheasyrec_features import FeatureConfigs
-from npu_gr.model.imported.torcheasyrec_files import pipeline_of
+from npu_gr.model.imported.source import (
+    EPS,
+    Converted,
+    ForeignCheckpoint,
+    GivenNames,
+    action_sets,
+    clocks,
+    filled,
+    folded,
+    gated_mlp,
+    named,
+    named_items,
+    stu_layer,
+)
+from npu_gr.model.imported.torcheasyrec_files import FeatureConfigs, TextMessage, pipeline_of
 
 TRANSDUCER = "_hstu_transducer."
 PREPROCESSOR = f"{TRANSDUCER}_input_preprocessor."

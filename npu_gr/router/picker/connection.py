@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from npu_gr.access.tls_listener import bound_read_ahead
 from npu_gr.router.answers import Refused
 from npu_gr.router.picker.blocks import MAX_BLOCK_BYTES, HeaderBlocks
 from npu_gr.router.picker.frames import (
@@ -46,6 +45,7 @@ from npu_gr.router.picker.frames import (
 )
 from npu_gr.router.picker.streams import PREFIX, PREFIX_BYTES, CallStatus, PickerCall, PickerStream
 from npu_gr.router.router import Router
+from npu_gr.server.tls_listener import bound_read_ahead
 
 log = logging.getLogger(__name__)
 OpenCall = Callable[[bytes, PickerStream], PickerCall | None]

@@ -26,7 +26,6 @@ import time
 
 from google.protobuf.message import DecodeError
 
-from npu_gr.access.keys import Key
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Unauthorized
 from npu_gr.router.answers import Refused, problem_parts
 from npu_gr.router.instance import InstanceState
@@ -39,6 +38,7 @@ from npu_gr.router.request import RequestHead
 from npu_gr.router.ring import Placement
 from npu_gr.router.router import Router
 from npu_gr.router.routes import READINESS, UNKNOWN, Handling, route_of
+from npu_gr.server.auth.keys import Key
 
 # Names of members: in Python 3.11 `Handling.FOLLOW` costs four times as much.
 _FOLLOW = Handling.FOLLOW

@@ -11,8 +11,8 @@ import msgspec
 from npu_gr.core.arrays import I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Q
+from npu_gr.core.names import Names
 from npu_gr.server.codec import bulk
-from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 

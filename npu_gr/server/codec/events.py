@@ -10,11 +10,11 @@ import msgspec
 from msgspec.structs import replace
 
 from npu_gr.core.errors import BadRequest
+from npu_gr.core.names import Names
 from npu_gr.core.request import EventsAnswer, EventsRequest
 from npu_gr.core.words import whole
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import History, UserBody, stored_events
-from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 IDEMPOTENCY_KEY = "Idempotency-Key"

@@ -18,11 +18,10 @@ import numpy.typing as npt
 from npu_gr.core.arrays import F32, I16, I64, largest, smallest
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey
-from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, item_ids
+from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, Names, item_ids
 from npu_gr.core.time_order import oldest_first
 from npu_gr.core.words import quoted
 from npu_gr.server.codec.features import ColumnMap, Row, parse_columns, parse_row
-from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 
 from npu_gr.core.history import HistoryRef
+from npu_gr.core.names import Names
 from npu_gr.core.request import MatchAnswer, MatchRequest
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
@@ -23,7 +24,6 @@ from npu_gr.server.codec.fields import (
     render_items,
 )
 from npu_gr.server.codec.media import MSGPACK
-from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from npu_gr.core.errors import Unprocessable
+from npu_gr.core.names import Names
 from npu_gr.core.request import RankAnswer, RankRequest
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.features import RankFeatures, parse_columns, parse_row
@@ -25,7 +26,6 @@ from npu_gr.server.codec.fields import (
     shown_at,
 )
 from npu_gr.server.codec.media import MSGPACK
-from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 

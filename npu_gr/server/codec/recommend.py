@@ -6,6 +6,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
+from npu_gr.core.names import Names
 from npu_gr.core.request import OrderName, RecommendAnswer, RecommendRequest, SourceName
 from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.features import RequestFeatures, parse_row
@@ -28,7 +29,6 @@ from npu_gr.server.codec.fields import (
     shown_at,
 )
 from npu_gr.server.codec.media import MSGPACK
-from npu_gr.server.codec.naming import Names
 from npu_gr.server.config import ServerConfig
 
 

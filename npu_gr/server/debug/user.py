@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec.fields import UserBody
 from npu_gr.server.codec.media import decode
 from npu_gr.server.responses import json_response
@@ -20,5 +21,5 @@ class UserRoutes:
         return [web.post("/debug/user", self._known)]
 
     async def _known(self, request: web.Request) -> web.Response:
-        body = decode(await request.read(), request.content_type, UserBody)
+        body = decode(request[BODY], request.content_type, UserBody)
         return json_response({"places": await self._service.knows(body.user)})

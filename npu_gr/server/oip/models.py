@@ -10,12 +10,15 @@
     list of texts                   BYTES [-1]
     single value, or anything else  a parameter of the answer
 
-A field within another one is named by its path, as in errors: `history.items`. Derived from the Structs of the codec,
-so that a kind needs nothing here.
+A field within another one is named by its path, as in errors: `history.items`. All of it is derived from the Structs
+of the codec, so that a kind needs nothing here. In binary form an element of BYTES is four bytes of its length,
+little-endian, and the element; of everything else the elements stand in a row, little-endian.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -27,21 +30,140 @@ import numpy as np
 from msgspec import inspect
 
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import NotFound, Unprocessable
+from npu_gr.core.errors import BadRequest, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.words import cut, near, quoted
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.base import Codec, Shown
-from npu_gr.server.codec.bulk import LOOSE_BYTES, parts
+from npu_gr.server.codec.bulk import LOOSE_BYTES, count_elements, parts
 from npu_gr.server.codec.fields import MOST_NAMES
 from npu_gr.server.codec.media import MSGPACK, convert
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.oip.tensors import BYTES, DTYPES, Tensor, check_shape, one_of, raw_of, texts_of
-from npu_gr.server.service_protocol import ServiceProtocol
 
 Parameter = bool | int | float | str
-TIMEOUT = "timeout"  # a parameter of a request: microseconds that the caller waits, as Triton's clients send them
+TIMEOUT = "timeout"  # parameter of a request: microseconds that the caller waits, as Triton's clients send them
 NAMES = ".names"  # behind a column of items: the output that names them
+MOST_TENSORS = 64  # of a request
+BYTES = "BYTES"
+DTYPES = {  # of the datatypes that a model here takes or gives; BYTES has none
+    "BOOL": np.dtype("?"),
+    "INT16": np.dtype("<i2"),
+    "INT32": np.dtype("<i4"),
+    "INT64": np.dtype("<i8"),
+    "FP32": np.dtype("<f4"),
+    "FP64": np.dtype("<f8"),
+}
+_ITEMS = "INT64"  # of a column of items
+_VERSIONS = ("model_version", "vectors_version")  # of an answer, or a body
+_WIDTHS = {"sids": "num_levels"}  # a column of rows: the field that has their width
+_LENGTH = struct.Struct("<I")
+
+
+# ---- tensors
+
+
+class Tensor(NamedTuple):
+    """An input as it came, or an output."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    # raw bytes, or of BYTES a list of str; of an input also what is not read yet: `msgspec.Raw` with a list in JSON,
+    # or a field of protobuf, where BYTES has bytes
+    values: Any
+
+    def texts(self, num: int) -> list[str]:
+        """Read the elements of BYTES, which are UTF-8; its shape has `num`.
+
+        Raises:
+            Unprocessable: they are not so many, or one is not UTF-8. BadRequest: JSON that cannot be parsed.
+        """
+        values = self._listed(num) if isinstance(self.values, msgspec.Raw) else self.values
+        if isinstance(values, bytes):
+            values = self._split(num)
+        self._check_count(len(values), num)
+        return [one if isinstance(one, str) else self._text(index, one) for index, one in enumerate(values)]
+
+    def raw(self, num: int) -> bytes:
+        """Read the elements of a datatype of `DTYPES` as raw bytes; its shape has `num`.
+
+        Raises:
+            Unprocessable: they are not so many, or one is out of range. BadRequest: JSON that cannot be parsed.
+        """
+        dtype = DTYPES[self.datatype]
+        if isinstance(self.values, bytes):
+            if len(self.values) != num * dtype.itemsize:
+                whole = f"{num} elements of {self.datatype} have {num * dtype.itemsize}"
+                raise Unprocessable(f"{self.name}: {len(self.values)} bytes, {whole}")
+            return self.values
+        values = self._listed(num) if isinstance(self.values, msgspec.Raw) else self.values
+        self._check_count(len(values), num)
+        try:
+            return np.fromiter(values, dtype, num).tobytes()
+        except OverflowError:
+            raise Unprocessable(f"{self.name}: a number is out of the range of {self.datatype}") from None
+
+    def one(self) -> Parameter:
+        """Read the only element. Raises as `texts` and `raw`; Unprocessable: a number that is not finite, too."""
+        if self.datatype == BYTES:
+            return self.texts(1)[0]
+        value: bool | int | float = np.frombuffer(self.raw(1), DTYPES[self.datatype])[0].item()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise Unprocessable(f"{self.name}: {value} is not a finite number")
+        return value
+
+    def _check_count(self, count: int, num: int) -> None:
+        if count != num:
+            raise Unprocessable(f"{self.name}: {count} elements, its shape has {num}")
+
+    def _text(self, index: int, raw: bytes) -> str:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise Unprocessable(f"{self.name}: element {index} is not UTF-8") from None
+
+    def _listed(self, num: int) -> list[Any]:
+        """Read a list in JSON; how long it is is known before an object is made of any element."""
+        raw = bytes(self.values)
+        most = count_elements(raw, 1, num)
+        if most is not None and most > max(num, 1):
+            raise Unprocessable(f"{self.name}: {most} elements, its shape has {num}")
+        lists: dict[str, Any] = {BYTES: list[str], "BOOL": list[bool], "FP32": list[float], "FP64": list[float]}
+        try:
+            values: list[Any] = msgspec.json.decode(raw, type=lists.get(self.datatype, list[int]))
+        except msgspec.ValidationError as error:
+            raise Unprocessable(f"{self.name}: data: {error}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            raise BadRequest(f"{self.name}: data: cannot be parsed") from None
+        return values
+
+    def _split(self, num: int) -> list[bytes]:
+        """Cut the binary form of BYTES into its elements."""
+        raw: bytes = self.values
+        elements = []
+        at = 0
+        for index in range(num):
+            begin = at + _LENGTH.size
+            if begin > len(raw):
+                raise Unprocessable(f"{self.name}: its bytes end before element {index} of {num}")
+            (length,) = _LENGTH.unpack_from(raw, at)
+            at = begin + length
+            if at > len(raw):
+                left = f"{len(raw) - begin} are left"
+                raise Unprocessable(f"{self.name}: element {index} has {length} bytes, and {left}")
+            elements.append(raw[begin:at])
+        if at != len(raw):
+            raise Unprocessable(f"{self.name}: {len(raw) - at} bytes behind its {num} elements")
+        return elements
+
+
+def pack(texts: list[str]) -> bytes:
+    """Write the binary form of a BYTES tensor."""
+    raws = [text.encode() for text in texts]
+    return b"".join(part for raw in raws for part in (_LENGTH.pack(len(raw)), raw))
+
+
+# ---- models
 
 
 class Form(Enum):
@@ -67,6 +189,23 @@ class Input(NamedTuple):
         """As metadata have it; -1 = any number."""
         return (1,) if self.form in (Form.ONE, Form.JSON) else (-1,)
 
+    def value(self, tensor: Tensor, config: ServerConfig) -> Any:
+        """Read what a tensor gives the field. Raises Unprocessable, TooLarge or BadRequest, with its name."""
+        if tensor.datatype not in self.datatypes:
+            takes = " or ".join(self.datatypes)
+            raise Unprocessable(f"{self.name}: datatype {cut(tensor.datatype)}; takes {takes}")
+        shape = tensor.shape
+        if len(shape) != 1 or shape[0] < 0 or (self.shape == (1,) != shape):
+            raise Unprocessable(f"{self.name}: shape {quoted(list(shape))}; takes {list(self.shape)}")
+        limit = self.limit if isinstance(self.limit, int) else getattr(config, self.limit)
+        if shape[0] > limit:
+            raise TooLarge(f"{self.name}: {shape[0]} entries, the limit is {limit}")
+        if self.form is Form.ONE:
+            return tensor.one()
+        if self.form is Form.JSON:
+            return _json(self.name, tensor.one())
+        return tensor.texts(shape[0]) if tensor.datatype == BYTES else tensor.raw(shape[0])
+
 
 class Output(NamedTuple):
     """An output in metadata."""
@@ -84,6 +223,26 @@ class InferRequest(NamedTuple):
     parameters: dict[str, Parameter]
     outputs: tuple[str, ...]  # that are wanted; () = all
 
+    def waits_until(self, arrived_at: float, until_at: float, max_s: float, *, is_named: bool) -> float:
+        """Find when the caller gives up, by the parameter `timeout` too; 0 is none.
+
+        Args:
+            arrived_at: when the infer did.
+            until_at: what is known without the parameter.
+            max_s: at most, from its arrival.
+            is_named: the caller named `until_at`, so that the parameter cannot be later; else it is the default.
+
+        Raises:
+            Unprocessable: the parameter is no whole number of microseconds.
+        """
+        value = self.parameters.get(TIMEOUT, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise Unprocessable(f"parameter {TIMEOUT}: {quoted(value)}; takes whole microseconds")
+        if not value:
+            return until_at
+        own_at = arrived_at + min(value * 1e-6, max_s)
+        return min(own_at, until_at) if is_named else own_at
+
 
 class InferAnswer(NamedTuple):
     """The answer of an infer."""
@@ -91,28 +250,6 @@ class InferAnswer(NamedTuple):
     version: str
     parameters: dict[str, Parameter]
     outputs: list[Tensor]
-
-
-def waits_until(infer: InferRequest, arrived_at: float, until_at: float, max_s: float, *, is_named: bool) -> float:
-    """Find when the caller of an infer gives up, by its parameter `timeout` too.
-
-    Args:
-        infer: as it was read; a `timeout` of 0 is none.
-        arrived_at: the infer.
-        until_at: what is known without the parameter.
-        max_s: at most, from its arrival.
-        is_named: the caller named `until_at`, so that the parameter cannot be later; else it was the default.
-
-    Raises:
-        Unprocessable: the parameter is no whole number of microseconds.
-    """
-    value = infer.parameters.get(TIMEOUT, 0)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise Unprocessable(f"parameter {TIMEOUT}: {quoted(value)}; takes whole microseconds")
-    if not value:
-        return until_at
-    own_at = arrived_at + min(value * 1e-6, max_s)
-    return min(own_at, until_at) if is_named else own_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +261,8 @@ class Model:
     inputs: Mapping[str, Input]
     version_field: str | None  # of the body, that names a version
 
-    # ---- metadata
-
     def outputs(self, tasks: tuple[str, ...]) -> list[Output]:
-        """List what an answer may have.
-
-        Args:
-            tasks: of the ranker.
-        """
+        """List what an answer may have where the ranker has these tasks."""
         listed: list[Output] = []
         for field in msgspec.structs.fields(self.codec.answer):  # type: ignore[arg-type]
             datatype, is_map = _output_type(field.type)
@@ -144,29 +275,30 @@ class Model:
                 listed.append(Output(field.name + NAMES, BYTES, (-1,)))
         return listed
 
-    # ---- requests
+    def check_outputs(self, wanted: tuple[str, ...], tasks: tuple[str, ...]) -> None:
+        """Check that there are such outputs. Raises Unprocessable."""
+        names = [one.name for one in self.outputs(tasks)]
+        for name in wanted:
+            if name not in names:
+                raise Unprocessable(f"outputs: unknown output {cut(name)}{near(name, names)}")
 
     def body(self, infer: InferRequest, version: str | None, config: ServerConfig) -> Any:
-        """Make the kind's body of an infer.
-
-        Args:
-            infer: as it was read.
-            version: that the address names; None = none.
-            config: bounds the columns.
+        """Make the kind's body of an infer, whose address names a version, or none.
 
         Raises:
             Unprocessable, TooLarge, BadRequest: name the input or the parameter.
         """
         table: dict[str, Any] = {}
         for tensor in infer.inputs:
-            self._put(table, tensor.name, "input", self._value(self._input(tensor.name, "input"), tensor, config))
+            one = self._input(tensor.name, "input")
+            _put(table, tensor.name, "input", one.value(tensor, config))
         for name, value in infer.parameters.items():
             if name == TIMEOUT:
                 continue
             one = self._input(name, "parameter")
             if one.form is Form.COLUMN:
                 raise Unprocessable(f"parameter {name}: is an input, not a parameter")
-            self._put(table, name, "parameter", value if one.form is Form.ONE else _json(name, value))
+            _put(table, name, "parameter", value if one.form is Form.ONE else _json(name, value))
         if version is not None and self.version_field is not None:
             if table.get(self.version_field, version) != version:
                 raise Unprocessable(f"{self.version_field}: {quoted(version)} is the one that the address names")
@@ -179,36 +311,6 @@ class Model:
         if one is None:
             raise Unprocessable(f"unknown {what} {cut(name)}{near(name, self.inputs)}")
         return one
-
-    def _value(self, one: Input, tensor: Tensor, config: ServerConfig) -> Any:
-        if tensor.datatype not in one.datatypes:
-            raise Unprocessable(f"{one.name}: datatype {cut(tensor.datatype)}; takes {' or '.join(one.datatypes)}")
-        is_one = one.form in (Form.ONE, Form.JSON)
-        limit = one.limit if isinstance(one.limit, int) else getattr(config, one.limit)
-        num = check_shape(tensor, limit, is_one=is_one)
-        if one.form is Form.ONE:
-            return one_of(tensor)
-        if one.form is Form.JSON:
-            return _json(one.name, one_of(tensor))
-        return texts_of(tensor, num) if tensor.datatype == BYTES else raw_of(tensor, num)
-
-    @staticmethod
-    def _put(table: dict[str, Any], name: str, what: str, value: Any) -> None:
-        *folders, field = name.split(".")
-        for folder in folders:
-            table = table.setdefault(folder, {})
-        if field in table:
-            raise Unprocessable(f"{what} {name}: given twice")
-        table[field] = value
-
-    # ---- answers
-
-    def check_outputs(self, wanted: tuple[str, ...], tasks: tuple[str, ...]) -> None:
-        """Check that there are such outputs. Raises Unprocessable."""
-        names = [one.name for one in self.outputs(tasks)]
-        for name in wanted:
-            if name not in names:
-                raise Unprocessable(f"outputs: unknown output {cut(name)}{near(name, names)}")
 
     def answer(self, answer: Any, request_id: str, shown: Shown, wanted: tuple[str, ...]) -> InferAnswer:
         """Make tensors of a kind's answer.
@@ -234,10 +336,8 @@ class Model:
                 _add_parameters(parameters, field.name, value)
                 continue
             width = getattr(rendered, _WIDTHS[field.name]) if field.name in _WIDTHS else None
-            for name, column in (
-                ((f"{field.name}.{key}", one) for key, one in value.items()) if is_map else ((field.name, value),)
-            ):
-                made[name] = _tensor(name, datatype, column, width)
+            columns = {f"{field.name}.{key}": one for key, one in value.items()} if is_map else {field.name: value}
+            made |= {name: _tensor(name, datatype, column, width) for name, column in columns.items()}
             if datatype == _ITEMS and (not wanted or field.name + NAMES in wanted):
                 ids: I64 = np.frombuffer(made[field.name].values, np.int64)
                 names = [str(one) for one in shown.names.items(ids)]
@@ -249,9 +349,23 @@ class Model:
         return InferAnswer(str(version), parameters, [made[name] for name in wanted or made])
 
 
-_ITEMS = "INT64"  # of a column of items
-_VERSIONS = ("model_version", "vectors_version")  # of an answer, or a body
-_WIDTHS = {"sids": "num_levels"}  # a column of rows: the field that has their width
+def _put(table: dict[str, Any], name: str, what: str, value: Any) -> None:
+    *folders, field = name.split(".")
+    for folder in folders:
+        table = table.setdefault(folder, {})
+    if field in table:
+        raise Unprocessable(f"{what} {name}: given twice")
+    table[field] = value
+
+
+def _json(name: str, value: Parameter) -> Any:
+    """Read a text of JSON."""
+    if not isinstance(value, str) or len(value) > LOOSE_BYTES:
+        raise Unprocessable(f"{name}: takes JSON as a text of at most {LOOSE_BYTES} characters")
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        raise Unprocessable(f"{name}: is not JSON") from None
 
 
 def _tensor(name: str, datatype: str, column: Any, width: int | None) -> Tensor:
@@ -266,31 +380,20 @@ def _tensor(name: str, datatype: str, column: Any, width: int | None) -> Tensor:
 
 def _add_parameters(parameters: dict[str, Parameter], name: str, value: Any) -> None:
     if isinstance(value, msgspec.Struct):
-        for field in msgspec.structs.fields(value):
-            _add_parameters(parameters, f"{name}.{field.name}", getattr(value, field.name))
-    elif isinstance(value, dict):
+        value = {field.name: getattr(value, field.name) for field in msgspec.structs.fields(value)}
+    if isinstance(value, dict):
         for key, one in value.items():
             _add_parameters(parameters, f"{name}.{key}", one)
     elif value is not None and value is not msgspec.UNSET:
         parameters[name] = value if isinstance(value, Parameter) else msgspec.json.encode(value).decode()
 
 
-def _json(name: str, value: Parameter) -> Any:
-    """Read a text of JSON."""
-    if not isinstance(value, str) or len(value) > LOOSE_BYTES:
-        raise Unprocessable(f"{name}: takes JSON as a text of at most {LOOSE_BYTES} characters")
-    try:
-        return msgspec.json.decode(value)
-    except (msgspec.DecodeError, RecursionError):
-        raise Unprocessable(f"{name}: is not JSON") from None
+# ---- what is derived from the Structs
 
 
-# ---- what is derived
-
-
-def _inputs(struct: inspect.StructType, prefix: str = "", *, is_needed: bool = True) -> list[Input]:
+def _inputs(about: inspect.StructType, prefix: str = "", *, is_needed: bool = True) -> list[Input]:
     found: list[Input] = []
-    for field in struct.fields:
+    for field in about.fields:
         name = prefix + field.encode_name
         needed = is_needed and field.required
         extra, kinds = parts(field.type)
@@ -336,31 +439,26 @@ def _plain_form(kinds: list[inspect.Type]) -> tuple[Form, tuple[str, ...]]:
     return Form.JSON, (BYTES,)
 
 
-@cache
-def _output_type(annotation: Any) -> tuple[str | None, bool]:
-    """The datatype of a field of an answer, and whether it is a map of columns; None = it is a parameter."""
-    _, kinds = parts(inspect.type_info(annotation))
-    mapped = next((kind for kind in kinds if isinstance(kind, inspect.DictType)), None)
-    if mapped is not None:
-        datatype, _ = _column_type(parts(mapped.value_type)[1])
-        return datatype, True
-    return _column_type(kinds)
-
-
-def _column_type(kinds: list[inspect.Type]) -> tuple[str | None, bool]:
-    listed = next((kind for kind in kinds if isinstance(kind, inspect.ListType)), None)
-    if listed is None:
-        return None, False
-    elements = {type(kind) for kind in parts(listed.item_type)[1]} - {inspect.NoneType}
-    return _ELEMENTS.get(frozenset(elements)), False
-
-
 _ELEMENTS: dict[frozenset[type[inspect.Type]], str] = {
     frozenset({inspect.StrType, inspect.IntType}): _ITEMS,
     frozenset({inspect.IntType}): "INT32",
     frozenset({inspect.FloatType}): "FP32",
     frozenset({inspect.StrType}): BYTES,
 }
+
+
+@cache
+def _output_type(annotation: Any) -> tuple[str | None, bool]:
+    """The datatype of a field of an answer, and whether it is a map of columns; None = it is a parameter."""
+    _, kinds = parts(inspect.type_info(annotation))
+    mapped = next((kind for kind in kinds if isinstance(kind, inspect.DictType)), None)
+    if mapped is not None:
+        kinds = parts(mapped.value_type)[1]
+    listed = next((kind for kind in kinds if isinstance(kind, inspect.ListType)), None)
+    if listed is None:
+        return None, mapped is not None
+    elements = {type(kind) for kind in parts(listed.item_type)[1]} - {inspect.NoneType}
+    return _ELEMENTS.get(frozenset(elements)), mapped is not None
 
 
 def _model(kind: Kind[Any, Any]) -> Model:
@@ -373,33 +471,3 @@ def _model(kind: Kind[Any, Any]) -> Model:
 
 
 MODELS: dict[str, Model] = {kind.name: _model(kind) for kind in KINDS.values() if kind.is_model}
-
-
-class ServedModels:
-    """The models that a service has at this moment."""
-
-    def __init__(self, service: ServiceProtocol) -> None:
-        self._service = service
-
-    def find(self, name: str, version: str | None = None) -> tuple[Model, tuple[str, ...]]:
-        """Find a model, and the versions of it that can be asked for.
-
-        Raises:
-            NotFound: there is none of that name, or none of that version.
-        """
-        versions = self._service.kind_versions().get(name)
-        if name not in MODELS or versions is None:
-            raise NotFound(f"model: {quoted(name)} is not served; {', '.join(self.names()) or 'none'} is")
-        if version is not None and version not in versions:
-            raise NotFound(f"version: {quoted(version)} of {name} is not served; {', '.join(versions)} is")
-        return MODELS[name], versions
-
-    def names(self) -> list[str]:
-        """Name the models."""
-        served = self._service.kind_versions()
-        return [name for name in MODELS if name in served]
-
-    def tasks(self) -> tuple[str, ...]:
-        """Name the tasks of the ranker."""
-        models = self._service.models()
-        return models[0].tasks if models else ()

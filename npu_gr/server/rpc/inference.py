@@ -1,26 +1,45 @@
-"""`inference.GRPCInferenceService`: the Open Inference Protocol v2 over gRPC. Its models are those of `server/oip`."""
+"""The Open Inference Protocol v2 over gRPC, `inference.GRPCInferenceService`, and gRPC's own health service.
+
+The models are those of `server/oip`. Messages are the public protocols' (`protos/`). What protoc makes of them,
+`compiled.binpb` (`make proto`), is read into a pool of descriptors of its own: in a process that has other copies
+of these protocols, a client of Triton's for one, the two do not meet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from functools import cache
+from importlib import resources
 from typing import Any
 
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
 from npu_gr import __version__
-from npu_gr.core.errors import TooLarge, Unprocessable
+from npu_gr.core.errors import BadRequest, NotFound, NpuGrError, TooLarge, Unprocessable
 from npu_gr.core.kinds import Scope
 from npu_gr.core.words import cut, quoted
-from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.fields import MOST_NAMES
 from npu_gr.server.insight import Insight
 from npu_gr.server.kind_routes import parse_body
-from npu_gr.server.oip.http import MOST_TENSORS
-from npu_gr.server.oip.models import InferAnswer, InferRequest, Parameter, ServedModels, waits_until
-from npu_gr.server.oip.routes import EXTENSIONS, NAME
-from npu_gr.server.oip.statistics import statistics
-from npu_gr.server.oip.tensors import BYTES, Tensor, pack
-from npu_gr.server.rpc.calls import Calls, RpcCall, told
-from npu_gr.server.rpc.messages import INFERENCE, message
+from npu_gr.server.oip.models import (
+    BYTES,
+    MOST_TENSORS,
+    InferAnswer,
+    InferRequest,
+    Parameter,
+    Tensor,
+    pack,
+)
+from npu_gr.server.oip.routes import EXTENSIONS, NAME, ServedModels, statistics
+from npu_gr.server.rpc.calls import UNEXPECTED, Calls, RpcCall, Work
 
+INFERENCE = "inference.GRPCInferenceService"
+HEALTH = "grpc.health.v1.Health"
+LOOK_S = 0.25  # between two looks whether health has changed
+SERVING = 1
+NOT_SERVING = 2
+SERVICE_UNKNOWN = 3
 _CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it
     "BOOL": "bool_contents",
     "INT16": "int_contents",
@@ -32,16 +51,43 @@ _CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it
 }
 
 
+@cache
+def message(name: str) -> Any:
+    """Return the class of a message by its full name. Raises KeyError where there is none."""
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(name))
+
+
+@cache
+def _pool() -> Any:
+    compiled = resources.files("npu_gr.server.rpc").joinpath("protos", "compiled.binpb").read_bytes()
+    pool = descriptor_pool.DescriptorPool()
+    for file in descriptor_pb2.FileDescriptorSet.FromString(compiled).file:
+        pool.Add(file)
+    return pool
+
+
+def _read(name: str, body: bytes) -> Any:
+    try:
+        return message(name).FromString(body)
+    except DecodeError:
+        raise BadRequest("the message cannot be parsed") from None
+
+
+def _written(name: str, /, **fields: Any) -> bytes:
+    made: bytes = message(name)(**fields).SerializeToString()
+    return made
+
+
 class InferenceService:
-    """The calls of the service."""
+    """The methods of the Open Inference Protocol."""
 
     def __init__(self, calls: Calls, insight: Insight) -> None:
         self._calls = calls
-        self._service = calls.shared.service
+        self._service = calls.service
         self._insight = insight
         self._models = ServedModels(self._service)
 
-    def unary(self) -> dict[str, tuple[Scope | None, Callable[[RpcCall, bytes], Awaitable[bytes]]]]:
+    def unary(self) -> dict[str, tuple[Scope | None, Work]]:
         """Name the methods with one message: the scope that each needs, and its work."""
         return {
             "ServerLive": (None, self._live),
@@ -53,88 +99,85 @@ class InferenceService:
             "ModelStatistics": (Scope.OBSERVE, self._statistics),
         }
 
-    # ---- what is served
-
     async def _live(self, _call: RpcCall, _body: bytes) -> bytes:
-        return _written("ServerLiveResponse", live=True)
+        return _written("inference.ServerLiveResponse", live=True)
 
     async def _server_ready(self, _call: RpcCall, _body: bytes) -> bytes:
-        return _written("ServerReadyResponse", ready=self._service.is_ready()[0])
+        return _written("inference.ServerReadyResponse", ready=self._service.is_ready()[0])
 
     async def _server(self, _call: RpcCall, _body: bytes) -> bytes:
-        return _written("ServerMetadataResponse", name=NAME, version=__version__, extensions=EXTENSIONS[1:])
+        about = {"name": NAME, "version": __version__, "extensions": EXTENSIONS[1:]}
+        return _written("inference.ServerMetadataResponse", **about)
 
-    async def _model_ready(self, call: RpcCall, body: bytes) -> bytes:
-        asked = await self._decoded(call, "ModelReadyRequest", body)
+    async def _model_ready(self, _call: RpcCall, body: bytes) -> bytes:
+        asked = _read("inference.ModelReadyRequest", body)
         self._models.find(asked.name, asked.version or None)
-        return _written("ModelReadyResponse", ready=self._service.is_ready()[0])
+        return _written("inference.ModelReadyResponse", ready=self._service.is_ready()[0])
 
-    async def _metadata(self, call: RpcCall, body: bytes) -> bytes:
-        asked = await self._decoded(call, "ModelMetadataRequest", body)
-        model, versions = self._models.find(asked.name, asked.version or None)
-        inputs = [{"name": one.name, "datatype": one.datatypes[0], "shape": one.shape} for one in model.inputs.values()]
-        outputs = [one._asdict() for one in model.outputs(self._models.tasks())]
-        about: dict[str, Any] = {"name": model.kind.name, "versions": versions, "platform": NAME}
-        return _written("ModelMetadataResponse", **about, inputs=inputs, outputs=outputs)
+    async def _metadata(self, _call: RpcCall, body: bytes) -> bytes:
+        asked = _read("inference.ModelMetadataRequest", body)
+        about = self._models.metadata(asked.name, asked.version or None)
+        return _written("inference.ModelMetadataResponse", **about)
 
-    async def _statistics(self, call: RpcCall, body: bytes) -> bytes:
-        asked = await self._decoded(call, "ModelStatisticsRequest", body)
-        names = [asked.name] if asked.name else self._models.names()
-        models = [(name, self._models.find(name, asked.version or None)[1]) for name in names]
-        found = await statistics(self._insight, [(name, next(iter(versions), "")) for name, versions in models])
-        stats = [
-            {
-                "name": one.name,
-                "version": one.version,
-                "inference_count": one.inference_count,
-                "execution_count": one.execution_count,
-                "inference_stats": {
-                    name: {"count": times.count, "ns": times.ns} for name, times in one.inference_stats.items()
-                },
-            }
-            for one in found
-        ]
-        return _written("ModelStatisticsResponse", model_stats=stats)
-
-    # ---- infer
+    async def _statistics(self, _call: RpcCall, body: bytes) -> bytes:
+        asked = _read("inference.ModelStatisticsRequest", body)
+        found = await statistics(self._insight, self._models, asked.name, asked.version or None)
+        return _written("inference.ModelStatisticsResponse", model_stats=found)
 
     async def infer(self, call: RpcCall, body: bytes) -> bytes:
-        """Answer a ModelInferRequest with a ModelInferResponse; both are bytes."""
-        asked = await self._decoded(call, "ModelInferRequest", body)
-        model, _ = self._models.find(asked.model_name, asked.model_version or None)
-        call.kind = model.kind
-        parameters = _parameters(asked.parameters, "parameters")
-        shared = self._calls.shared
-        wanted: list[tuple[str, ...]] = []
+        """Answer a ModelInferRequest with a ModelInferResponse; both are bytes.
 
-        def parse() -> tuple[Any, Shown]:
-            infer = InferRequest(asked.id, inputs_of(asked), parameters, _outputs(asked))
-            model.check_outputs(infer.outputs, self._models.tasks())
-            max_s = shared.config.max_budget_s
-            call.until_at = waits_until(infer, call.arrived_at, call.until_at, max_s, is_named=call.names_limit)
-            made = model.body(infer, asked.model_version or None, shared.config)
-            wanted.append(infer.outputs)
-            assert call.key is not None
-            return parse_body(call.key, made, model.codec, self._service, shared.config, shared.keys, call.is_about)
+        Admission is the service's: it asks the door itself, with what is left of the caller's time.
+        """
+        asked = _read("inference.ModelInferRequest", body)
+        version = asked.model_version or None
+        model, _ = self._models.find(asked.model_name, version)
+        kind = model.kind
+        call.kind = kind
+        config = self._calls.config
+        outputs = _outputs(asked)
+        infer = InferRequest(asked.id, inputs_of(asked), _parameters(asked), outputs)
+        model.check_outputs(outputs, self._models.tasks())
+        max_s = config.max_budget_s
+        is_named = call.names_limit
+        call.until_at = infer.waits_until(call.arrived_at, call.until_at, max_s, is_named=is_named)
+        made = model.body(infer, version, config)
+        parsed, shown = parse_body(call.key, made, model.codec, self._service, config, self._calls.keys, call.is_about)
+        answer = await self._service.serve(kind, parsed, call.left_s(), None, shown)
+        call.answer = answer
+        return _response(kind.name, asked.id, model.answer(answer, call.request_id, shown, outputs))
 
-        def write(answer: Any, shown: Shown) -> bytes:
-            made = model.answer(answer, call.request_id, shown, wanted[0])
-            return _response(model.kind.name, asked.id, made)
+    async def stream(self, context: Any) -> None:
+        """Answer the messages of a ModelStreamInfer in their order, several of them under way at once.
 
-        tenant = parameters.get("tenant", "")
-        return await self._calls.ask(call, model.kind, str(tenant), parse, write)
+        An error is a message, too, and the stream goes on.
+        """
+        under_way: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(MOST_UNDER_WAY)
 
-    async def streamed(self, context: Any, body: bytes) -> bytes:
-        """Answer a message of ModelStreamInfer: an error is a message, too, and the stream goes on."""
+        async def read(group: asyncio.TaskGroup) -> None:
+            while isinstance(body := await context.read(), bytes):
+                await under_way.put(group.create_task(self._streamed(context, body)))
+            await under_way.put(None)
+
+        async with asyncio.TaskGroup() as group:
+            reading = group.create_task(read(group))
+            while (answer := await under_way.get()) is not None:
+                await context.write(await answer)
+            await reading
+
+    async def _streamed(self, context: Any, body: bytes) -> bytes:
+        path = f"/{INFERENCE}/ModelStreamInfer"
+        name = "inference.ModelStreamInferResponse"
         try:
-            made = await self._calls.message(f"/{INFERENCE}/ModelStreamInfer", Scope.INFER, self.infer, context, body)
-        except Exception as error:  # noqa: BLE001  (counted and logged; the caller is told)
-            return _written("ModelStreamInferResponse", error_message=told(error))
-        answer = message("inference.ModelInferResponse").FromString(made)
-        return _written("ModelStreamInferResponse", infer_response=answer)
+            made = await self._calls.message(path, Scope.INFER, self.infer, context, body)
+        except NpuGrError as error:
+            return _written(name, error_message=str(error))
+        except Exception:  # noqa: BLE001  (counted and logged)
+            return _written(name, error_message=UNEXPECTED)
+        return _written(name, infer_response=message("inference.ModelInferResponse").FromString(made))
 
-    async def _decoded(self, call: RpcCall, name: str, body: bytes) -> Any:
-        return await self._calls.decoded(call, message(f"inference.{name}"), body)
+
+MOST_UNDER_WAY = 32  # messages of a stream: the caller waits for the oldest before another one is read
 
 
 def inputs_of(asked: Any) -> list[Tensor]:
@@ -168,41 +211,59 @@ def _outputs(asked: Any) -> tuple[str, ...]:
     return tuple(one.name for one in asked.outputs)
 
 
-def _parameters(given: Any, what: str) -> dict[str, Parameter]:
-    if len(given) > MOST_NAMES:
-        raise TooLarge(f"{what}: {len(given)} entries, the limit is {MOST_NAMES}")
+def _parameters(asked: Any) -> dict[str, Parameter]:
+    if len(asked.parameters) > MOST_NAMES:
+        raise TooLarge(f"parameters: {len(asked.parameters)} entries, the limit is {MOST_NAMES}")
     read: dict[str, Parameter] = {}
-    for name, value in given.items():
+    for name, value in asked.parameters.items():
         which = value.WhichOneof("parameter_choice")
         if which is None:
-            raise Unprocessable(f"{what}: {quoted(name)} has no value")
+            raise Unprocessable(f"parameters: {quoted(name)} has no value")
         read[name] = getattr(value, which)
     return read
 
 
 def _response(name: str, sent_id: str, answer: InferAnswer) -> bytes:
-    outputs = [{"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in answer.outputs]
-    raws = [pack(one.values) if one.datatype == BYTES else one.values for one in answer.outputs]
+    fields = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
     return _written(
-        "ModelInferResponse",
+        "inference.ModelInferResponse",
         model_name=name,
         model_version=answer.version,
         id=sent_id,
-        parameters={name: _parameter(value) for name, value in answer.parameters.items()},
-        outputs=outputs,
-        raw_output_contents=raws,
+        parameters={
+            name: message("inference.InferParameter")(**{fields[type(value)]: value})
+            for name, value in answer.parameters.items()
+        },
+        outputs=[{"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in answer.outputs],
+        raw_output_contents=[pack(one.values) if one.datatype == BYTES else one.values for one in answer.outputs],
     )
 
 
-def _parameter(value: Parameter) -> Any:
-    cls = message("inference.InferParameter")
-    if isinstance(value, bool):
-        return cls(bool_param=value)
-    if isinstance(value, int):
-        return cls(int64_param=value)
-    return cls(double_param=value) if isinstance(value, float) else cls(string_param=value)
+class HealthService:
+    """`grpc.health.v1.Health`: whether new work is welcome, for probes and load balancing. No key."""
 
+    def __init__(self, calls: Calls) -> None:
+        self._service = calls.service
 
-def _written(kind: str, /, **fields: Any) -> bytes:
-    made: bytes = message(f"inference.{kind}")(**fields).SerializeToString()
-    return made
+    async def check(self, _call: RpcCall, body: bytes) -> bytes:
+        """Answer with the status. Raises NotFound where there is no such service."""
+        status = self._status(_read("grpc.health.v1.HealthCheckRequest", body).service)
+        if status == SERVICE_UNKNOWN:
+            raise NotFound(f"service: there is no such one here; {INFERENCE}, {HEALTH} are")
+        return _written("grpc.health.v1.HealthCheckResponse", status=status)
+
+    async def watch(self, context: Any) -> None:
+        """Write the status now, and again whenever it changes, until the caller leaves."""
+        body = await context.read()
+        name = _read("grpc.health.v1.HealthCheckRequest", body if isinstance(body, bytes) else b"").service
+        last = None
+        while True:
+            if (status := self._status(name)) != last:
+                await context.write(_written("grpc.health.v1.HealthCheckResponse", status=status))
+                last = status
+            await asyncio.sleep(LOOK_S)
+
+    def _status(self, service: str) -> int:
+        if service not in ("", INFERENCE, HEALTH):
+            return SERVICE_UNKNOWN
+        return SERVING if self._service.is_ready()[0] else NOT_SERVING

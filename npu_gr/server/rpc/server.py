@@ -1,6 +1,7 @@
 """The gRPC server of a process: it listens, serves in the event loop of HTTP, drains and stops with it.
 
-All methods read their message themselves, so that none is read of a caller without a key.
+Needs the extra `grpc`, which is imported where the server is made. All methods read their message themselves, so
+that none is read of a caller without a key; whatever method is not here, gRPC answers with UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -9,59 +10,67 @@ import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grpc
+from aiohttp import web
 
-from npu_gr.access.tls import ServerTlsConfig
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.kinds import Scope
+from npu_gr.core.tls import ServerTlsConfig
+from npu_gr.metrics.registry import Metrics
+from npu_gr.server.access_log import AccessLog
+from npu_gr.server.auth.key_ring import KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.insight import Insight
-from npu_gr.server.rpc.calls import Calls, RpcCall, RpcShared, metadata_of, status_of
-from npu_gr.server.rpc.health import HealthService
-from npu_gr.server.rpc.inference import InferenceService
-from npu_gr.server.rpc.kinds import SIGNALS, RecommenderService
-from npu_gr.server.rpc.messages import HEALTH, INFERENCE, OURS
-from npu_gr.server.rpc.stream import answered
+from npu_gr.server.service_protocol import ServiceProtocol
+from npu_gr.server.tracing import Tracing
+
+if TYPE_CHECKING:
+    import grpc
+
+    from npu_gr.server.rpc.calls import Calls
 
 log = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 16_384  # of a call
 MAX_STREAMS = 1024  # calls of a connection at once
+MAX_CALLS = 4096  # at once
+HANDSHAKE_S = 5.0
+KEEPALIVE_TIMEOUT_S = 10.0  # for a client to answer a ping
 KEEPALIVE_S = 30.0  # without a sign of life the other end is asked for one
 LEAST_PING_S = 10.0  # between two questions of a client's; who asks more often is told to go
-Work = Callable[[RpcCall, bytes], Awaitable[bytes]]
 
 
 class RpcServer:
     """Event loop only."""
 
-    def __init__(self, shared: RpcShared, insight: Insight) -> None:
-        """Nothing listens yet.
+    def __init__(self, calls: Calls, insight: Insight) -> None:
+        """Listen to nobody yet.
 
         Args:
-            shared: by all calls.
-            insight: has the statistics.
+            calls: how each call goes.
+            insight: has the statistics of models.
         """
-        self._shared = shared
-        self._calls = Calls(shared)
-        self._health = HealthService(self._calls)
-        inference = InferenceService(self._calls, insight)
-        ours = RecommenderService(self._calls)
-        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {}
-        services: tuple[tuple[str, dict[str, tuple[Scope | None, Work]]], ...] = (
-            (INFERENCE, inference.unary()),
-            (OURS, ours.unary()),
-            (HEALTH, {"Check": (None, self._health.check)}),
-        )
-        for service, methods in services:
-            for name, (scope, work) in methods.items():
-                path = f"/{service}/{name}"
-                self._handlers[path] = grpc.stream_unary_rpc_method_handler(partial(self._unary, path, scope, work))
-        self._handlers[f"/{INFERENCE}/ModelStreamInfer"] = _stream(partial(self._stream, inference.streamed))
-        self._handlers[f"/{OURS}/{SIGNALS}"] = _stream(partial(self._stream, ours.signalled))
-        self._handlers[f"/{HEALTH}/Watch"] = _stream(self._watch)
+        import grpc
+
+        from npu_gr.server.rpc.inference import HEALTH, INFERENCE, HealthService, InferenceService
+
+        self._calls = calls
+        health = HealthService(calls)
+        inference = InferenceService(calls, insight)
+        unary = {f"/{INFERENCE}/{name}": method for name, method in inference.unary().items()}
+        unary[f"/{HEALTH}/Check"] = (None, health.check)
+        streams: dict[str, tuple[Scope | None, Callable[[Any], Awaitable[None]]]] = {
+            f"/{INFERENCE}/ModelStreamInfer": (Scope.INFER, inference.stream),
+            f"/{HEALTH}/Watch": (None, health.watch),
+        }
+        self._handlers: dict[str, Any] = {}
+        for path, (scope, work) in unary.items():
+            served = partial(self._unary, path, scope, work)
+            self._handlers[path] = grpc.stream_unary_rpc_method_handler(served)
+        for path, (scope, answer) in streams.items():
+            streamed = partial(self._stream, path, scope, answer)
+            self._handlers[path] = grpc.stream_stream_rpc_method_handler(streamed)
         self._server: grpc.aio.Server | None = None
         self.port = 0  # while it listens
 
@@ -74,11 +83,17 @@ class RpcServer:
         Raises:
             ConfigError: the address cannot be bound, or the certificate cannot be used.
         """
-        config = self._shared.config
+        import grpc
+
+        class Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
+            def service(_, details: Any) -> Any:  # noqa: N805  (`self` is the server's)
+                return self._handlers.get(details.method)
+
+        config = self._calls.config
         server = grpc.aio.server(
-            handlers=[_Handlers(self._handlers)],
+            handlers=[Handlers()],
             options=_options(config, is_shared=is_shared),
-            maximum_concurrent_rpcs=config.max_connections,
+            maximum_concurrent_rpcs=MAX_CALLS,
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"{host}:{config.grpc_port}"
@@ -88,77 +103,85 @@ class RpcServer:
             else:
                 self.port = server.add_secure_port(address, _credentials(config.tls))
         except RuntimeError as error:
-            raise ConfigError(f"server.host, server.grpc_port: cannot listen on {address}: {error}") from error
+            where = "server.host, server.grpc_port"
+            raise ConfigError(f"{where}: cannot listen on {address}: {error}") from error
         await server.start()
         self._server = server
-        log.info("gRPC listening on %s:%d%s", config.host, self.port, "" if config.tls is None else ", TLS")
+        is_tls = "" if config.tls is None else ", TLS"
+        log.info("gRPC listening on %s:%d%s", config.host, self.port, is_tls)
 
     async def stop(self) -> None:
         """Take no new call, and let those under way end within `server.shutdown_timeout_s`."""
         server, self._server = self._server, None
         if server is not None:
-            await server.stop(self._shared.config.shutdown_timeout_s)
+            await server.stop(self._calls.config.shutdown_timeout_s)
 
-    async def _unary(self, path: str, scope: Scope | None, work: Work, _: Any, context: Any) -> bytes:
+    async def _unary(self, path: str, scope: Scope | None, work: Any, _: Any, context: Any) -> bytes:
         return await self._calls.unary(path, scope, work, context)
 
-    async def _stream(self, answer: Callable[[Any, bytes], Awaitable[bytes]], _: Any, context: Any) -> None:
+    async def _stream(
+        self, path: str, scope: Scope | None, answer: Callable[[Any], Awaitable[None]], _: Any, context: Any
+    ) -> None:
         """Refuse the stream of a caller without a key before it is read; each message is looked at again."""
-        path = f"/{OURS}/{SIGNALS}"
-        call = RpcCall(path, metadata_of(context), None, self._shared)
-        try:
-            await self._calls.find_key(call, Scope.INFER)
-        except NpuGrError as error:
-            await context.abort(*status_of(error, call))
-        await answered(context, answer)
+        from npu_gr.server.rpc.calls import RpcCall, status_of
 
-    async def _watch(self, _: Any, context: Any) -> None:
-        call = RpcCall(f"/{HEALTH}/Watch", metadata_of(context), None, self._shared)
-        body = await context.read()
+        call = RpcCall(path, context, self._calls.config, self._calls.tracing)
         try:
-            await self._health.watch(call, body if isinstance(body, bytes) else b"", context)
+            await self._calls.find_key(call, scope)
+            await answer(context)
         except NpuGrError as error:
             await context.abort(*status_of(error, call))
 
 
-class _Handlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs alone
-    def __init__(self, handlers: dict[str, Any]) -> None:
-        self._handlers = handlers
-
-    def service(self, handler_call_details: Any) -> Any:
-        return self._handlers.get(handler_call_details.method)
+RPC: web.AppKey[RpcServer] = web.AppKey("rpc", RpcServer)
 
 
-def _stream(behaviour: Callable[[Any, Any], Awaitable[None]]) -> Any:
-    return grpc.stream_stream_rpc_method_handler(behaviour)
+def open_rpc(
+    service: ServiceProtocol,
+    config: ServerConfig,
+    metrics: Metrics,
+    keys: KeyRing,
+    access_log: AccessLog,
+    tracing: Tracing,
+    insight: Insight,
+) -> RpcServer:
+    """Make the gRPC server beside the HTTP of a service, of the parts of that; it does not listen yet.
+
+    Raises:
+        ConfigError: the extra `grpc` is not installed.
+    """
+    try:
+        from npu_gr.server.rpc.calls import Calls
+    except ImportError as error:
+        raise ConfigError(f"server.grpc_port: needs the extra npu_gr[grpc]: {error}") from error
+    calls = Calls(service=service, config=config, metrics=metrics, keys=keys, access_log=access_log, tracing=tracing)
+    return RpcServer(calls, insight)
 
 
 def _options(config: ServerConfig, *, is_shared: bool) -> list[tuple[str, int]]:
-    def ms(seconds: float) -> int:
-        return round(seconds * 1e3)
-
+    seconds = {  # milliseconds to gRPC
+        "grpc.server_handshake_timeout_ms": HANDSHAKE_S,
+        "grpc.max_connection_idle_ms": config.idle_timeout_s,
+        "grpc.keepalive_time_ms": KEEPALIVE_S,
+        "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_S,
+        "grpc.http2.min_ping_interval_without_data_ms": LEAST_PING_S,
+    }
     return [
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        ("grpc.server_handshake_timeout_ms", ms(config.header_timeout_s)),
-        ("grpc.max_connection_idle_ms", ms(config.idle_timeout_s)),
-        ("grpc.keepalive_time_ms", ms(KEEPALIVE_S)),
-        ("grpc.keepalive_timeout_ms", ms(config.write_timeout_s)),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", ms(LEAST_PING_S)),
         ("grpc.so_reuseport", int(is_shared)),
+        *((name, round(value * 1e3)) for name, value in seconds.items()),
     ]
 
 
 def _credentials(config: ServerTlsConfig) -> grpc.ServerCredentials:
-    """TLS as HTTP has it; new connections have what is in the files.
+    """TLS as HTTP has it; new connections have what is in the files. Raises ConfigError: a file cannot be read."""
+    import grpc
 
-    Raises:
-        ConfigError: a file cannot be read.
-    """
     files = (config.certificate, config.key, config.client_ca)
 
     def read() -> list[bytes | None]:
@@ -179,7 +202,7 @@ def _credentials(config: ServerTlsConfig) -> grpc.ServerCredentials:
         try:
             content = read()
         except OSError:
-            return None  # `access/tls.py` follows the same files, and says so
+            return None  # `core/tls.py` follows the same files, and says so
         if content == in_force:
             return None
         in_force = content

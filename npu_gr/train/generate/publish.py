@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from npu_gr.catalogue import action_names, centroids
+from npu_gr.catalogue import centroids
 from npu_gr.catalogue.centroids import Centroids, CodedFeature
-from npu_gr.catalogue.item_names import EMPTY, ItemNames
+from npu_gr.catalogue.names import ACTIONS_FILE, EMPTY, ItemNames
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import ItemValues
@@ -40,7 +40,7 @@ GIVEN_CODES = "given_codes.json"  # as `--codes` takes it
 FILES = (
     hf_files.WEIGHTS,
     hf_files.CONFIG,
-    action_names.FILE,
+    ACTIONS_FILE,
     centroids.FILE,
     GIVEN_CODES,
     CATALOGUE,
@@ -48,7 +48,7 @@ FILES = (
     CONFIGURATION,
 )
 OF_SOME = (centroids.FILE, GIVEN_CODES)  # not every generator has these
-MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `catalogue/tokens.py`
+MAX_CUT_ITEMS = 8  # most items by which a prompt is shorter than it could be, see `model/history_tokens.py`
 
 
 def prepare(folder: Path) -> None:
@@ -87,11 +87,11 @@ def publish(
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as aside:
             new = Path(aside)
             hf.save(trained.model, new)
-            (new / action_names.FILE).write_text(json.dumps(trained.log.names_of_actions))
+            (new / ACTIONS_FILE).write_text(json.dumps(trained.log.names_of_actions))
             if trained.codes.centroids:
                 coded = [CodedFeature(feature.name, feature.values) for feature in features if feature.values]
                 Centroids(trained.codes.centroids, tuple(coded)).save(new)
-                (new / centroids.FILE).chmod((new / action_names.FILE).stat().st_mode)  # safetensors makes it 0600
+                (new / centroids.FILE).chmod((new / ACTIONS_FILE).stat().st_mode)  # safetensors makes it 0600
             (new / CATALOGUE).write_text("".join(catalogue_lines(trained, features)))
             (new / REPORT).write_text(json.dumps(trained.report.as_dict(), indent=2) + "\n")
             (new / CONFIGURATION).write_text(shipped.schema_line() + yaml.safe_dump(table, sort_keys=False))

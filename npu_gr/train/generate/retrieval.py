@@ -22,7 +22,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Baseline
 from npu_gr.train.data import InteractionLog, NextItem, what_stands

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from npu_gr.core.arrays import I64
-from npu_gr.matching.source import SourceItems
+from npu_gr.matching.fold import SourceItems
 from npu_gr.matching.vectors import Vectors
 from npu_gr.train.graph import Graph
 from npu_gr.train.match.domains import Domains, MatchData

@@ -15,8 +15,8 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.features.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
+from npu_gr.model.feature_rows import draw_kept
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import draw_kept
 from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
 from npu_gr.train.generate.codes import ItemCodes, item_vectors
 from npu_gr.train.rank.factors import factorise
@@ -93,7 +93,7 @@ def fit(
     trainer = EpochTrainer(
         model,
         options,
-        tables=model.item_parts(),
+        tables=model.items.parts(),
         table_weight_decay=options.item_weight_decay,
         stage=stage,
         auxiliary=[*auxiliary.parameters()],
@@ -105,7 +105,7 @@ def fit(
     best, best_epochs = model, 0
 
     def loss_of(batch: Batch) -> Tensor:
-        model.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
+        model.items.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
         with_click = trainer.done_ratio >= CLICK_AFTER
         return batch_loss(model, auxiliary, inputs, batch, labels, options, with_click=with_click)
 
@@ -118,7 +118,7 @@ def fit(
             best, best_epochs = copy.deepcopy(trainer.averaged), epoch + 1
         if is_judged and (stopping.is_over or gives_up((epoch + 1) / options.epochs, curve[-1])):
             break
-    best.eval().freeze_items()
+    best.eval().items.freeze()
     return Fitted(best, best_epochs, tuple(curve))
 
 

@@ -114,7 +114,7 @@ class EncodedHistories:
     def _items(self, items: Tensor) -> Tensor:
         """Embed items; side features are averaged once for each distinct item of the batch."""
         distinct, place = torch.unique(items, return_inverse=True)
-        rows: Tensor = self._model.embed_items(distinct)[place]
+        rows: Tensor = self._model.items.embed(distinct)[place]
         return rows
 
     def _tokens(self, histories: HistoryBatch) -> Tensor:

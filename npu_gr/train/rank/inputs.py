@@ -13,10 +13,10 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.computed import OF_TIME, time_column
 from npu_gr.core.feature_schema.encode import FeatureEncoder, Values
 from npu_gr.core.feature_schema.schema import OFS, Of
-from npu_gr.model.computed_features import cross_features
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_input import cross_features
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.train.data import Batch, InteractionLog
 from npu_gr.train.rank.forward import HistoryBatch
 from npu_gr.train.rank.logged_cross import FoldFactors, LoggedCross

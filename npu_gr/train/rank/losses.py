@@ -119,12 +119,12 @@ def retrieve(model: HSTU, following: Tensor, batch: Batch, options: TrainOptions
     own_items = batch.items[batch.valid]
     if num_items <= options.max_softmax_items:
         items = torch.arange(num_items)
-        table = model.embed_items(items)
+        table = model.items.embed(items)
         own = table[own_items]
     else:
         items = torch.unique(torch.randint(num_items, (options.num_negatives,)))  # of equal size, any set is as likely
-        table = model.embed_items(items)
-        own = model.embed_items(own_items)
+        table = model.items.embed(items)
+        own = model.items.embed(own_items)
     every = torch.arange(batch.items.shape[1], dtype=torch.int32)
     is_closed = _first_places(batch, items)[:, None] <= every[:, None]  # at its own place: the event's own item
     partition, shares = _Partition.apply(u, table, is_closed[batch.valid])  # type: ignore[no-untyped-call]
@@ -212,7 +212,7 @@ def draw_candidates(model: HSTU, found: Retrieved, batch: Batch, some: Tensor, n
     likely = torch.multinomial(found.shares[rows.flatten()], num_draws, replacement=True)
     anything = torch.randint(num_items, (*some.shape, num_draws))
     drawn = torch.cat([found.items[likely].view(*some.shape, -1), anything], dim=-1)
-    logits = (found.u[rows][..., None, :] * model.embed_items(drawn)).sum(-1)
+    logits = (found.u[rows][..., None, :] * model.items.embed(drawn)).sum(-1)
     share = (logits - found.partition[rows][..., None]).exp()
     log_weight = -(num_draws * (share + 1 / num_items)).log()
     before = torch.arange(batch.items.shape[1]) <= some[..., None]  # [B, T, N], the event itself included

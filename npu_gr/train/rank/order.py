@@ -139,7 +139,7 @@ def retrieved_lists(
         """How many neighbours: of linear ones, which may be all of the order, as many unseen ones as are asked for."""
         return sizes.neighbours + (len(np.unique(history)) if is_linear else 0)
 
-    table = model.item_vectors()
+    table = model.items.vectors()
     vectors = user_vectors(inputs, model, targets)
     for count, ((user, event), u) in enumerate(zip(targets, vectors, strict=True), 1):
         history = log.items[log.starts[user] : event]

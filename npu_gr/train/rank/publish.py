@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.train.next_command import write_configuration
 

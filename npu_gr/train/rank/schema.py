@@ -23,8 +23,7 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.computed import ALL, BY, OF_TIME, CrossFeatures, ItemValueTable, read_rule
 from npu_gr.core.feature_schema.factors import MF_SCORE
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.columns import FeatureColumn
-from npu_gr.features.interactions import ItemValues
+from npu_gr.features.interactions import FeatureColumn, ItemValues
 from npu_gr.train.data import Bools, InteractionLog
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.factors import deviation

@@ -61,7 +61,7 @@ def next_item_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextI
     """
     log = inputs.log
     u = user_vectors(inputs, model, targets)
-    table = model.embed_items(torch.arange(log.num_items))
+    table = model.items.embed(torch.arange(log.num_items))
     found = np.empty(len(targets))
     for start in range(0, len(targets), _TARGETS_AT_ONCE):
         part = targets[start : start + _TARGETS_AT_ONCE]

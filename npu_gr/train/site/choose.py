@@ -18,8 +18,8 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import OrderName, RecommendRequest, SourceName
-from npu_gr.features.base import HistoryConfig
 from npu_gr.features.interactions import Interactions
+from npu_gr.features.store import HistoryConfig
 from npu_gr.jobs.cascade_plan import best_first, by_both, in_turns
 from npu_gr.service.app import instance
 from npu_gr.service.config import load

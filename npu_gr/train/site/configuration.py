@@ -52,7 +52,7 @@ def configuration(
         *(f"# {line}" for line in f"Made by: {made_by}".splitlines()),
         *(_EVALUATED if is_evaluated else ()),
         f"# Serve it: {serve(site / (EVALUATED if is_evaluated else SERVE))}",
-        "# Paths are relative to the folder in which npu-gr starts; npu-gr config reference lists every key.",
+        "# Paths are relative to the folder in which npu-gr starts; npu-gr config --reference lists every key.",
         "",
         _line("checkpoint", str(site / "ranker" / own), "folder of the ranker"),
         _line("backend", "cpu", "cpu | cuda | npu | reference; if it cannot load, npu-gr does not start"),

@@ -16,7 +16,7 @@ from npu_gr.backend.calls import HstuFindCall, HstuFound
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native, supported
 from npu_gr.core.arrays import I64
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.rank_engine import Ahead, FindPass, NextItems, RankEngine, RankPass
 from npu_gr.model.hstu import HSTU

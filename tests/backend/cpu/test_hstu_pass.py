@@ -17,13 +17,13 @@ from benchmarks.kernels_pass import SegmentWise
 from npu_gr.backend.calls import HstuWholeCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native, supported
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.history import Events, HistoryReport
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
+from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
 from tests.models import tiny_model
 

@@ -16,20 +16,19 @@ from npu_gr.backend.calls import Continuations, TopkCall
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.catalogue.tokens import Tokens
 from npu_gr.catalogue.trie import Trie
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, ItemSearch, PromptKV, layout_of, make_prompt
-from npu_gr.engine.job import JobOrder
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
-from npu_gr.engine.queue import SchedulerConfig
+from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
+from npu_gr.engine.sanity import parity
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.engine.selftest import parity
+from npu_gr.model.history_tokens import Tokens
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate_engine import catalogue

@@ -21,7 +21,7 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError
-from npu_gr.matching.index import ExactIndex
+from npu_gr.matching.matcher import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.test_best_items import job, same, sizes
 

@@ -16,7 +16,7 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.hstu_check import cases
 from npu_gr.backend.topk import select
 from npu_gr.core.errors import ConfigError
-from npu_gr.engine.kv.beam_arena import BeamArena
+from npu_gr.engine.kv.arena import BeamArena
 from tests.ops.oracle import best
 
 ops = torch.ops.npu_gr

@@ -19,11 +19,11 @@ from npu_gr.catalogue.filters import allow_items
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.matching.index import ExactIndex
+from npu_gr.matching.matcher import ExactIndex
 from npu_gr.model import t5
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.placement import Recorder

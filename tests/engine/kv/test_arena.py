@@ -11,7 +11,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.tiles import natural
 from npu_gr.engine.kv import arena as arena_module
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from tests.backend.npu.fake_device import FakeRuntime
 
 CPU = torch.device("cpu")

@@ -14,9 +14,10 @@ from npu_gr.core.errors import PoolExhausted, StaleEntry
 from npu_gr.core.history import UserKey
 from npu_gr.core.shares import WANTS_S
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.dram_store import DramEntry, DramStore
-from npu_gr.engine.kv.layout import PageRun
+from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv.tier import DramEntry, DramStore
 from tests.clock import Clock
+from tests.engine.kv.invariants import check_dram
 from tests.engine.kv.test_prefix_pool import LAYOUT, key, times
 
 
@@ -80,7 +81,7 @@ def test_a_flood_of_copies_takes_none_of_a_tenant_within_its_share() -> None:
         kept(dram, str(n), tenant="e")
     assert len(dram) == 8
     assert dram.get(fifth.key) is None  # and now it does not
-    dram.check()
+    check_dram(dram)
 
 
 def test_a_leased_copy_stays() -> None:
@@ -94,7 +95,7 @@ def test_a_leased_copy_stays() -> None:
             dram.reserve(key("d"), 8)
         dram.erase_user(UserKey("", "a"))
         assert dram.get(key("a")) is None
-        dram.check()
+        check_dram(dram)
         dram.verify(first)
         with pytest.raises(PoolExhausted):
             dram.reserve(key("e"), 8)
@@ -175,7 +176,7 @@ def test_pages_are_conserved(steps: list[tuple[str, int, int]]) -> None:
                 if (found := dram.get(key(user))) is not None:
                     with dram.lease(found):
                         dram.verify(found)
-        dram.check()
+        check_dram(dram)
     for entry in pending:
         dram.abandon(entry)
     for user in "abcde":

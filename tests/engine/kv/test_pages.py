@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import PoolExhausted
-from npu_gr.engine.kv.layout import PageRun
-from npu_gr.engine.kv.pages import PageAllocator
+from npu_gr.engine.kv.pages import PageAllocator, PageRun
+from tests.engine.kv.invariants import check_pages
 
 
 def pages(runs: tuple[PageRun, ...]) -> list[int]:
@@ -33,12 +33,12 @@ def test_conservation(data: st.DataObject, num_pages: int) -> None:
                 runs = allocator.allocate(want)
                 assert sum(run.num_pages for run in runs) == want
                 held.append(runs)
-        allocator.check()
+        check_pages(allocator)
         taken = [page for runs in held for page in pages(runs)]
         assert len(taken) == len(set(taken)) == num_pages - allocator.num_free
     for runs in held:
         allocator.free(runs)
-    allocator.check()
+    check_pages(allocator)
     assert len(allocator.allocate(num_pages)) == 1
 
 

@@ -17,10 +17,11 @@ from npu_gr.core.errors import PoolExhausted
 from npu_gr.core.history import UserKey
 from npu_gr.core.shares import MAX_TENANTS, WANTS_S
 from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import KVLayout, PageRun
+from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.engine.kv.prefix_pool import CREDIT, LEAST_CREDIT, EntryState, PrefixEntry, PrefixPool
+from npu_gr.engine.kv.tier import PrefixKey
 from tests.clock import Clock
+from tests.engine.kv.invariants import check_pool
 
 LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=4)
 T_LIFE_S = 10.0
@@ -171,7 +172,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.pool.check()
+        check_pool(self.pool)
         for user in "abc":
             found = self.pool.find(UserKey(f"of {user}", user), "v1", LAYOUT.layout_id)
             assert set(map(id, found)) == {id(e) for e in self.visible if e.key.user.user == user}
@@ -225,7 +226,7 @@ def test_a_user_erased_during_a_reservation_stays_erased(end: str) -> None:
     assert made.reserved_bytes == made.budget_bytes - made.free_bytes == 2 * LAYOUT.page_bytes
     made.publish(other, times(5))
     assert made.get(key()) is other
-    made.check()
+    check_pool(made)
 
 
 def test_a_leased_prefix_of_an_erased_user_keeps_its_pages_to_the_last_reader() -> None:
@@ -315,7 +316,7 @@ def test_renewals_hold_up_nobody_elses_expiry() -> None:
 
 def test_a_tenant_within_its_share_takes_what_was_signalled_and_never_ranked_first() -> None:
     prefixes, clock = pool(8)
-    prefixes.usual_wait_s = 1.0
+    prefixes.waits.usual_s = 1.0
     ranked = filled(prefixes, key("r", tenant="e"))
     with prefixes.lease(ranked, consume=True):
         pass
@@ -331,7 +332,7 @@ def test_a_tenant_within_its_share_takes_what_was_signalled_and_never_ranked_fir
         prefixes.reserve(key("more", tenant="v"), 4)  # both have their halves
     with pytest.raises(PoolExhausted):
         prefixes.reserve(key("more", tenant="e"), 4)
-    prefixes.check()
+    check_pool(prefixes)
 
 
 @pytest.mark.parametrize("asks", ["e", "w"])
@@ -360,7 +361,7 @@ def test_a_tenant_alone_may_have_everything_and_again_once_the_others_have_gone(
 
 def test_who_wastes_signals_may_have_fewer_that_wait_and_who_ranks_may_have_more() -> None:
     prefixes, clock = pool(512)
-    prefixes.usual_wait_s = 1.0
+    prefixes.waits.usual_s = 1.0
 
     def waiting(tenant: str) -> int:
         """Signals until it is refused; none is published, and all of them are given up again."""
@@ -408,7 +409,7 @@ def test_the_instance_s_own_work_takes_what_no_rank_waits_for_and_no_tenant_s_sh
     assert prefixes.get(entries[1].key) is None
     assert not prefixes.room("e", 4).is_at_share
     prefixes.abandon(lent)
-    prefixes.check()
+    check_pool(prefixes)
 
 
 def test_invented_tenants_cost_nothing_and_together_get_what_one_gets() -> None:
@@ -425,7 +426,7 @@ def test_invented_tenants_cost_nothing_and_together_get_what_one_gets() -> None:
         prefixes.room(f"asks {n}", 4)
     assert len(prefixes.shares.accounts) <= MAX_TENANTS + 2
     assert len([n for n in range(2 * MAX_TENANTS - 2) if prefixes.get(key(str(n), tenant="v"))]) == 2 * MAX_TENANTS - 2
-    prefixes.check()
+    check_pool(prefixes)
 
 
 @pytest.mark.parametrize("changed", [key("x"), key(version="v2"), key(fingerprint="g"), key()._replace(layout_id="l")])

@@ -11,8 +11,8 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
 from npu_gr.engine.kv.config import KVConfig
-from npu_gr.engine.kv.keys import PrefixKey
-from npu_gr.engine.kv.layout import KVLayout
+from npu_gr.engine.kv.pages import KVLayout
+from npu_gr.engine.kv.tier import PrefixKey
 from npu_gr.engine.kv.tiers import Tiers, open_tiers
 
 LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=32)
@@ -29,7 +29,7 @@ def test_whole_pages_within_the_budgets() -> None:
     pool, dram = tiers()
     assert dram is not None
     assert (pool.budget_bytes, dram.budget_bytes) == (4 * PAGE, 3 * PAGE)
-    assert pool.t_life_s == 5.0
+    assert pool.waits.t_life_s == 5.0
     key = PrefixKey(UserKey("", "u"), "v", LAYOUT.layout_id, "f")
     copy = dram.reserve(key, 1)
     dram.commit(copy, np.zeros(1, np.int64))

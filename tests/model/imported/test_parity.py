@@ -14,12 +14,10 @@ from torch import Tensor
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.imported.converted import Converted, GivenNames
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.imported.families import FAMILIES
-from npu_gr.model.imported.source import ForeignCheckpoint
-from npu_gr.model.imported.text_message import parse_text
-from npu_gr.model.imported.torcheasyrec_files import PIPELINE
-from npu_gr.model.segment import Segment
+from npu_gr.model.imported.source import Converted, ForeignCheckpoint, GivenNames
+from npu_gr.model.imported.torcheasyrec_files import PIPELINE, parse_text
 from tests.models import CPU
 
 DATA = Path(__file__).parent / "data"
@@ -44,7 +42,7 @@ def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def made(family: str, weights: dict[str, Tensor], settings: dict[str, Any]) -> Converted:
     converted = FAMILIES[family](ForeignCheckpoint("fixture", weights, settings), GivenNames())
-    converted.model.freeze_items()
+    converted.model.items.freeze()
     return converted
 
 

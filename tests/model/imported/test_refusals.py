@@ -13,10 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.config import inexact_fields
-from npu_gr.model.imported.converted import GivenNames, per_head_to_kind
 from npu_gr.model.imported.families import FAMILIES, convert
-from npu_gr.model.imported.source import ForeignCheckpoint, read_gin, read_tensors
-from npu_gr.model.imported.text_message import TextMessage, parse_text
+from npu_gr.model.imported.source import ForeignCheckpoint, GivenNames, per_head_to_kind, read_gin, read_tensors
+from npu_gr.model.imported.torcheasyrec_files import TextMessage, parse_text
 from tests.model.imported.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture, pipeline
 
 FIXTURES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,8 +13,8 @@ import pytest
 
 from npu_gr.core.errors import NpuGrError
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.oip.http import HEADER_LENGTH, MOST_TENSORS, read
-from npu_gr.server.oip.models import MODELS
+from npu_gr.server.oip.models import MODELS, MOST_TENSORS
+from npu_gr.server.oip.routes import HEADER_LENGTH, read
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, serving_fake
 from tests.server.oip.inputs import Input, inputs_of, json_body, raw_body

@@ -12,9 +12,8 @@ from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.server.codec.base import Shown
 from npu_gr.server.codec.media import JSON, decode
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.oip.http import read
-from npu_gr.server.oip.models import MODELS, Model
-from npu_gr.server.oip.tensors import BYTES, DTYPES
+from npu_gr.server.oip.models import BYTES, DTYPES, MODELS, Model
+from npu_gr.server.oip.routes import read
 from tests.server.examples import EXAMPLES, HISTORY
 from tests.server.fake import FakeNames
 from tests.server.oip.inputs import inputs_of, json_body, raw_body

@@ -13,12 +13,14 @@ from aiohttp.test_utils import TestClient
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
-from npu_gr.server.rpc.messages import INFERENCE, OURS, message
-from npu_gr.server.rpc.opening import RPC
-from npu_gr.server.rpc.server import RpcServer
+from npu_gr.server.rpc.inference import INFERENCE, message
+from npu_gr.server.rpc.server import RPC, RpcServer
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, metrics_of_all_kinds
-from tests.serving import DoorServer
+from tests.server.oip.inputs import infer_message, inputs_of
+from tests.serving import InstanceServer
+
+INFER = f"/{INFERENCE}/ModelInfer"
 
 
 @dataclass
@@ -38,10 +40,17 @@ class Rig:
     def count(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(f"npu_gr_{name}", labels)
 
-    async def ours(self, method: str, key: str | None = None, timeout: float | None = 10.0, **fields: Any) -> Any:  # noqa: ASYNC109
-        """Call a method of our service."""
-        asked = message(f"npu_gr.v1.{method}Request")(**fields)
-        return await call(self.channel, f"/{OURS}/{method}", asked, f"npu_gr.v1.{method}Answer", key, timeout)
+    async def infer(
+        self,
+        model: str,
+        body: dict[str, Any],
+        key: str | None = None,
+        timeout: float | None = 10.0,  # noqa: ASYNC109  (gRPC's)
+        **more: Any,
+    ) -> Any:
+        """Infer what a body of /v1 asks for."""
+        asked = infer_message(model, inputs_of(body), **more)
+        return await call(self.channel, INFER, asked, "inference.ModelInferResponse", key, timeout)
 
     async def inference(self, method: str, asked: Any = None, key: str | None = None) -> Any:
         """Call a method of the Open Inference Protocol."""
@@ -78,7 +87,7 @@ async def serving_rpc(
     service = service or FakeService({name: one.answer for name, one in EXAMPLES.items()})
     metrics = metrics_of_all_kinds()
     app = build_web_app(service, ServerConfig(**{"grpc_port": 0, "shutdown_timeout_s": 5.0, **settings}), metrics)
-    async with TestClient(DoorServer(app)) as http:
+    async with TestClient(InstanceServer(app)) as http:
         rpc = app[RPC]
         await rpc.listen()
         address = f"127.0.0.1:{rpc.port}"

@@ -1,4 +1,4 @@
-"""One real instance gives the same answer over /v1, the Open Inference Protocol and our own gRPC, bit for bit."""
+"""One real instance gives the same answer over /v1 and the Open Inference Protocol, over HTTP and gRPC, bit for bit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import grpc
 import numpy as np
 
-from npu_gr.server.rpc.messages import INFERENCE, OURS, message
 from tests.matching.vectors import KNOWN
 from tests.server.oip.inputs import infer_message, inputs_of, raw_body
-from tests.server.rpc.rig import call
+from tests.server.rpc.rig import INFER, call
 from tests.server.test_match_over_http import section as match_section
 from tests.server.test_recommend_over_http import HISTORY
 from tests.server.test_recommend_over_http import section as cascade_section
@@ -23,19 +22,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "match": {"user_id": KNOWN, "num_items": 5},
     "recommend": {"user_id": "u", "history": HISTORY, "num_items": 5, "timestamp": 1_700_000_000},
 }
-
-
-def as_message(body: dict[str, Any]) -> dict[str, Any]:
-    history = body.get("history")
-    columns = history and {
-        "items": {"ids": history["items"]},
-        "actions": {"names": [str(one) for one in history["actions"]]},
-        "timestamps": {"seconds": history["timestamps"]},
-    }
-    changes: dict[str, Any] = {"history": columns} if history else {}
-    if "candidates" in body:
-        changes["candidates"] = {"ids": body["candidates"]}
-    return body | changes
 
 
 def tensor(values: bytes, datatype: str) -> list[Any]:
@@ -66,15 +52,9 @@ async def test_all_ways_are_one(tmp_path: Path) -> None:
 
             inferred = await call(
                 channel,
-                f"/{INFERENCE}/ModelInfer",
+                INFER,
                 infer_message(name, inputs_of(body)),
                 "inference.ModelInferResponse",
             )
             raws = dict(zip([one.name for one in inferred.outputs], inferred.raw_output_contents, strict=True))
             assert tensor(raws[output], "FP32") == scores
-
-            asked = message(f"npu_gr.v1.{name.title()}Request")(**as_message(body))
-            ours = await call(channel, f"/{OURS}/{name.title()}", asked, f"npu_gr.v1.{name.title()}Answer")
-            column = ours.scores["click"].values if name == "rank" else ours.scores
-            assert tensor(np.array(column, np.float32).tobytes(), "FP32") == scores
-            assert list(ours.top.ids if name == "rank" else ours.items.ids) == items

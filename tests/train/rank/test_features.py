@@ -17,13 +17,11 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.computed import OF_HISTORY, CrossFeatures, ItemValueTable
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.columns import FeatureColumn
-from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.model.computed_features import cross_features
-from npu_gr.model.feature_rows import FeatureValues
+from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues
+from npu_gr.model.feature_rows import FeatureValues, NewItems
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.item_rows import NewItems
-from npu_gr.model.segment import Segment
+from npu_gr.model.hstu_input import cross_features
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.evaluate import judged_logits
@@ -104,7 +102,7 @@ def model_of(
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(std=0.25)
-    model.eval().freeze_items()
+    model.eval().items.freeze()
     return model
 
 
@@ -199,7 +197,7 @@ def test_numbers_of_items_are_trained_on_as_they_are_served() -> None:
     price = dict(zip(log.item_ids.tolist(), model.item_feature_numbers.tolist(), strict=True))
     assert price[20] == pytest.approx([(3.0 - 20) / 15, 0.0])
     assert price[0] == [0.0, 1.0], "missing"
-    model.eval().freeze_items()
+    model.eval().items.freeze()
     inputs = LogInputs(log, model)
     whole = windows(log.all_trained(), 64, np.random.default_rng(0))
     num_compared = 0
@@ -215,8 +213,8 @@ def test_numbers_of_items_are_trained_on_as_they_are_served() -> None:
         row = log.item_ids.tolist().index(20)
         own = encode(ITEM_SCHEMA, {"price": [3.0], "year": [2005], "genre": [["c"]]}, 1)
         new = NewItems((np.array([[2, 3]]),), np.empty((1, 0), np.int32), own)
-        common = model.embed_items(torch.tensor([row]))[0] - model.item.weight[row]
-        torch.testing.assert_close(model.new_item_vectors(new)[0], common, atol=1e-6, rtol=0)
+        common = model.items.embed(torch.tensor([row]))[0] - model.item.weight[row]
+        torch.testing.assert_close(model.items.new_vectors(new)[0], common, atol=1e-6, rtol=0)
     assert num_compared == 36
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from npu_gr.model.hstu import HSTU
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.order import DECAY, LAST_EVENTS, PRIOR, WEIGHTS, Order
-from npu_gr.model.segment import Segment
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank import order as module
@@ -138,7 +138,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(log: In
     torch.manual_seed(0)
     options = TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)
     model = new_model(log, [], (CLICK, LIKE), options).eval()
-    model.freeze_items()
+    model.items.freeze()
     counted = count_order(log, "click")
     targets = log.next_items()[:3]
     others = set()  # that the neighbours alone found
@@ -147,7 +147,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(log: In
     ):
         history = log.items[log.starts[target.user] : target.event]
         u = answer(model, log, target, np.array([NUM_ITEMS]), is_next=True)[0]
-        retrieval = (model.item_vectors() @ u).numpy()
+        retrieval = (model.items.vectors() @ u).numpy()
         unseen = [item for item in np.argsort(-retrieval).tolist() if item not in history][:5]
         followers = counted.top(history, 3).tolist()
         neighbours = counted.nearest(history, 4).tolist()
@@ -171,7 +171,7 @@ def test_lists_hold_the_best_unseen_items_by_linear_neighbours(log: InteractionL
     """They may be all that an order counts: what it shows to a user who has seen much has to be there."""
     torch.manual_seed(0)
     model = new_model(log, [], (CLICK,), TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16)).eval()
-    model.freeze_items()
+    model.items.freeze()
     counted = count_order(log, "click")
     assert counted.neighbours is not None
     linear = replace(counted.neighbours, is_summed=True, is_linear=True)

@@ -106,7 +106,7 @@ def test_the_likelihood_is_that_of_the_definition() -> None:
     log = build_log(planted(), [], "leave-one-out")
     torch.manual_seed(0)
     model = new_model(log, [], (CLICK, LIKE), TINY).eval()
-    model.freeze_items()
+    model.items.freeze()
     labels = make_labels(log, (CLICK, LIKE))
     targets = [log.next_items()[4], NextItem(7, int(log.starts[7]) + 2)]
     found = next_item_likelihood(LogInputs(log, model), model, targets)
@@ -115,7 +115,7 @@ def test_the_likelihood_is_that_of_the_definition() -> None:
     for place, target in enumerate(targets):
         own = int(log.items[target.event])
         history = set(log.items[log.starts[target.user] : target.event].tolist())
-        logits = model.item_vectors() @ answer(model, log, target, np.array([NUM_ITEMS]), is_next=True)[0]
+        logits = model.items.vectors() @ answer(model, log, target, np.array([NUM_ITEMS]), is_next=True)[0]
         among = [item for item in range(NUM_ITEMS) if item not in history or item == own]
         want = float(logits[own] - torch.logsumexp(logits[among], 0))
         assert found[place] == pytest.approx(want, abs=1e-5)

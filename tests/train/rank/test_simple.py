@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.model.order import WEIGHTS, Order, load_order, save_order
-from npu_gr.model.order_sum import OrderSum
+from npu_gr.model.order import WEIGHTS, Order, OrderSum, load_order, save_order
 from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.baselines.choose import LinearBaseline
 from npu_gr.train.baselines.tune import EXPONENTS

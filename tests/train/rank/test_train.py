@@ -17,8 +17,8 @@ from rich.console import Console
 
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.order import Order
-from npu_gr.model.segment import Segment
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.paired import Difference
@@ -167,7 +167,7 @@ def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_
         is_next=True,
     )
     before, after = (
-        (checkpoint.model.item_vectors() @ checkpoint.model(CPU, [history])[0][0]).softmax(0)[row].item()
+        (checkpoint.model.items.vectors() @ checkpoint.model(CPU, [history])[0][0]).softmax(0)[row].item()
         for checkpoint in (evaluated, served)
     )
     assert after > before

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.catalogue.item_names import ItemNames
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.cli.main import main
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError

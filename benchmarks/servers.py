@@ -1,0 +1,459 @@
+"""The servers that benches measure over HTTP, each a process of its own, and what is sent to them.
+
+An instance is started as the README says, with the configuration file as it is; only ports and paths are overridden.
+FastAPI runs the same checkpoint (`cold.py`). Every server's scores are compared with the reference model before
+anything is timed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.cold import ColdRanker
+from npu_gr.core.errors import ConfigError, Unavailable
+from npu_gr.core.request import Outcome
+from npu_gr.model.config import HSTUConfig
+from npu_gr.model.hstu import HSTU
+from npu_gr.model.weights import Checkpoint, save
+from npu_gr.model.weights import load as load_checkpoint
+
+# How admission is switched off, for the baseline: it stands only here.
+ADMISSION_OFF = ("admission.enabled=false", "brownout.enabled=false")
+START_S = 90.0  # a server must be ready within it
+TOLERANCE = 1e-4  # of a score, in standard deviations of the scores
+ASK_S = 10.0  # for one rank while nobody else asks
+ROUND_S = 5.0  # for one rank of everybody, before the hits are counted
+SAMPLE = 64  # ranks whose hits are counted
+NUM_ITEMS = 1_682  # of a model made here, as MovieLens-100K has
+FIRST_ID = 100_000
+OUR_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # for this process alone
+ROOT = Path(__file__).parents[1]
+
+# ---- what is sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What ranks look like."""
+
+    history_tokens: int = 60
+    num_candidates: int = 100
+    num_users: int = 256  # who come again and again; few enough for their prefixes to stay in HBM
+    num_tenants: int = 0  # that they belong to in turn, where no tenant is given
+
+    def bodies(self, checkpoint: Checkpoint, tenant: str, seed: int, prefix: str = "user") -> list[dict[str, Any]]:
+        """Make one rank for each user: always with the same history, so that the prefix is found.
+
+        Args:
+            checkpoint: whose items are asked for.
+            tenant: of all users; "" = by `num_tenants`.
+            seed: of histories and candidates.
+            prefix: of the users' names.
+        """
+        random = np.random.default_rng(seed)
+        ids = checkpoint.item_ids
+        made = []
+        for number in range(self.num_users):
+            times = 1_600_000_000 + np.cumsum(random.integers(1, 100_000, self.history_tokens))
+            history = {
+                "items": random.choice(ids, self.history_tokens).tolist(),
+                "actions": random.integers(0, len(checkpoint.model.config.actions), self.history_tokens).tolist(),
+                "timestamps": times.tolist(),
+            }
+            made.append(
+                {
+                    "user_id": f"{prefix}-{number}",
+                    "tenant": f"tenant-{number % self.num_tenants}" if self.num_tenants and not tenant else tenant,
+                    "history": history,
+                    "candidates": random.choice(ids, self.num_candidates).tolist(),
+                    "timestamp": int(times[-1]) + 60,
+                }
+            )
+        return made
+
+
+def write_bodies(
+    path: Path, bodies: Sequence[dict[str, Any]], budgets_ms: tuple[float, float] | None = None, copies: int = 8
+) -> Path:
+    """Write the bodies as the load generator reads them, one request a line. Returns the path.
+
+    Args:
+        path: of the file.
+        bodies: of ranks.
+        budgets_ms: the least and the most time budget, drawn at random for each request; with it go the headers that
+            our client always sends. None = bodies alone.
+        copies: of each body, with a budget each.
+    """
+    random = np.random.default_rng(len(bodies))
+    with path.open("w") as file:
+        for body in bodies:
+            text = json.dumps(body) + "\n"
+            if budgets_ms is None:
+                file.write(text)
+                continue
+            who = f"X-User-Id: {body['user_id']}\tX-Tenant-Id: {body['tenant']}\t"
+            for budget_ms in random.uniform(*budgets_ms, copies):
+                file.write(f"{who}X-Request-Timeout-Ms: {budget_ms:.3f}\t{text}")
+    return path
+
+
+def make_checkpoint(folder: Path, num_layers: int, max_history_tokens: int, seed: int) -> None:
+    """Save an untrained ranker of the demo's shape; speed does not depend on training.
+
+    Args:
+        folder: where.
+        num_layers: of the ranker.
+        max_history_tokens: that it reads.
+        seed: of the weights.
+    """
+    torch.manual_seed(seed)
+    shape = HSTUConfig(
+        num_items=NUM_ITEMS,
+        actions=tuple(map(str, range(5))),  # a name is its index: the other servers read indices
+        tasks=("click", "like"),
+        num_layers=num_layers,
+        max_history_tokens=max_history_tokens,
+    )
+    ids = np.arange(FIRST_ID, FIRST_ID + NUM_ITEMS)
+    save(Checkpoint(model=HSTU(shape).eval(), item_ids=ids, name="untrained"), folder)
+
+
+def place_checkpoint(given: Path | None, folder: Path, seed: int) -> Path:
+    """Put a ranker into a folder whose actions are named by their indices, as traffic and the other servers name them.
+
+    Args:
+        given: a trained one; None = an untrained one of the demo's shape.
+        folder: where.
+        seed: of an untrained one.
+
+    Returns:
+        The folder.
+    """
+    if given is None:
+        make_checkpoint(folder, 2, 256, seed)
+    else:
+        found = load_checkpoint(given)
+        indices = tuple(map(str, range(len(found.model.config.actions))))
+        save(replace(found, action_names=indices), folder)
+    return folder
+
+
+# ---- processes
+
+
+class Process:
+    """A server that can be started, stopped and started again."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], port: int, folder: Path, ready: str, root: Path = ROOT
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            name: in errors and of its log.
+            command: that runs it.
+            port: that it listens at, on loopback.
+            folder: for its log.
+            ready: the path that answers 200 once it is ready.
+            root: the checkout whose code it runs.
+        """
+        self.name = name
+        self.port = port
+        self.log = folder / f"{slug(name)}.log"
+        self._command = list(command)
+        self._ready = ready
+        self._root = root
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the main process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the main process, and of all that it started."""
+        return tuple(_tree(self.pid))
+
+    def start(self) -> None:
+        """Start it; `wait` says when it is ready."""
+        kept = {name: value for name, value in os.environ.items() if name not in OUR_VARIABLES}
+        with self.log.open("ab") as file:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                cwd=self._root,
+                env={**kept, "PYTHONPATH": str(self._root)},
+            )
+
+    def wait(self) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            Unavailable: it ended, or took too long.
+        """
+        assert self._process is not None
+        ends_at = time.monotonic() + START_S
+        while not answers(self.port, self._ready):
+            if self._process.poll() is not None or time.monotonic() > ends_at:
+                last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+                raise Unavailable(f"bench: {self.name} did not start: {' '.join(last)}")
+            time.sleep(0.1)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the main process."""
+        os.kill(self.pid, number)
+
+    def ended(self, within_s: float = 30.0) -> int:
+        """Wait for its end. Returns its exit status."""
+        assert self._process is not None
+        return self._process.wait(within_s)
+
+    def end(self) -> None:
+        """Kill it and what it started, if it still runs."""
+        if self._process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What is measured: where it answers, and the processes that work for it."""
+
+    name: str
+    port: int
+    processes: tuple[Process, ...]  # the instance first, then what stands in front of it
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of all processes, the instance's main one first."""
+        return tuple(pid for process in self.processes for pid in process.pids)
+
+
+@contextmanager
+def running(name: str, *processes: Process) -> Iterator[Server]:
+    """Start processes in turn; the last one is asked. They end with the block. Raises Unavailable."""
+    try:
+        for process in processes:
+            process.start()
+            process.wait()
+        yield Server(name=name, port=processes[-1].port, processes=processes)
+    finally:
+        for process in processes:
+            process.end()
+
+
+def instance(
+    name: str,
+    checkpoint: Path,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    config: Path | None = None,
+    root: Path = ROOT,
+) -> Process:
+    """An instance as the README starts it.
+
+    Args:
+        name: in lines and of its log.
+        checkpoint: that it serves.
+        folder: for its store and its log.
+        overrides: `section.key=value`.
+        config: its file; None = `configs/cpu.yaml` as it ships.
+        root: the checkout whose code it runs.
+    """
+    port = free_port()
+    settings = [
+        f"server.port={port}",
+        "server.admin_port=0",
+        f"checkpoint={checkpoint}",
+        f"features.path={folder / f'{slug(name)}.db'}",
+        *overrides,
+    ]
+    file = (config or root / "configs" / "cpu.yaml").absolute()
+    command = [sys.executable, "-m", "npu_gr", "serve", "--config", str(file)]
+    command += [word for setting in settings for word in ("--set", setting)]
+    return Process(name, command, port, folder, "/readyz", root)
+
+
+def fastapi(checkpoint: Path, folder: Path) -> Process:
+    """FastAPI with the same ranker."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.cold", str(checkpoint), str(port)]
+    return Process("FastAPI", command, port, folder, "/openapi.json")
+
+
+def has_fastapi() -> bool:
+    """Whether it is installed here."""
+    return all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn"))
+
+
+# How an instance behind the proxy is configured: the queue is the proxy's. A stand-in until `npu-gr route` has it.
+BEHIND_PROXY: tuple[str, ...] = ADMISSION_OFF
+_HAPROXY = """\
+global
+  nbthread 1
+  maxconn 8000
+defaults
+  mode http
+  timeout connect 250ms
+  timeout client 30s
+  timeout server 5s
+  timeout queue 35ms
+  timeout http-request 5s
+  http-reuse always
+  retries 2
+  retry-on conn-failure empty-response 503
+  option redispatch 1
+frontend f
+  bind 127.0.0.1:{port} backlog 4096
+  default_backend b
+backend b
+  balance hash req.hdr(x-user-id)
+  hash-type consistent
+  option httpchk GET /readyz
+  http-after-response set-status 429 if {{ status 503 }}
+"""
+
+
+def proxy(name: str, ports: Sequence[int], folder: Path) -> Process:
+    """HAProxy in front of instances, by the file that `npu-gr route` writes.
+
+    Args:
+        name: of its log.
+        ports: of the instances, those included that will start later.
+        folder: for its file and its log.
+
+    Raises:
+        ConfigError: HAProxy is not installed.
+    """
+    if shutil.which("haproxy") is None:
+        raise ConfigError("bench: haproxy is not installed")
+    port = free_port()
+    servers = [
+        f"  server s{at} 127.0.0.1:{each} check inter 250ms fall 1 rise 1 maxconn 8 maxqueue 64"
+        for at, each in enumerate(ports)
+    ]
+    file = folder / f"{slug(name)}.cfg"
+    file.write_text(_HAPROXY.format(port=port) + "\n".join(servers) + "\n")
+    return Process(name, ["haproxy", "-W", "-f", str(file)], port, folder, "/readyz")
+
+
+RELOAD = signal.SIGUSR2  # what `proxy` takes as a request to read its file again
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += _tree(int(child))
+    return found
+
+
+def answers(port: int, path: str) -> bool:
+    """Whether a server answers a GET with 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+# ---- what it answers
+
+
+def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank one body after the other over one connection. A refusal, as after a stall, is asked again for `ASK_S`.
+
+    Raises:
+        Unavailable: one was not answered with 200, although nobody else asks.
+    """
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    found = []
+    try:
+        for body in bodies:
+            ends_at = time.monotonic() + ASK_S
+            status = 429
+            text = b""
+            while status == 429 and time.monotonic() < ends_at:
+                connection.request("POST", "/v1/rank", json.dumps(body), {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                status = response.status
+                text = response.read()
+            if status != 200:
+                raise Unavailable(f"bench: an idle server answered {status}: {text[:200]!r}")
+            found.append(json.loads(text))
+    finally:
+        connection.close()
+    return found
+
+
+def check(server: Server, checkpoint: Path, bodies: Sequence[dict[str, Any]]) -> None:
+    """Compare a server's scores, cold and from a cached prefix, with those of the reference model.
+
+    Raises:
+        AssertionError: they differ; nothing was timed.
+    """
+    reference = ColdRanker(checkpoint, "reference")
+    wanted = [reference.scores(body) for body in bodies]
+    for given in (ask(server.port, bodies), ask(server.port, bodies)):
+        for want, got in zip(wanted, given, strict=True):
+            for task, column in want.items():
+                drift = np.abs(np.array(got["scores"][task]) - np.array(column)).max() / max(np.std(column), 1e-6)
+                assert drift <= TOLERANCE, f"{server.name}: {task} differs by {drift:.1e} standard deviations"
+
+
+def hit_ratio(server: Server, bodies: Sequence[dict[str, Any]], seed: int) -> float:
+    """Rank everybody once, as far as `ROUND_S` goes; then the share of ranks of random users that find HBM warm.
+
+    Args:
+        server: an instance; nobody else asks it.
+        bodies: one a user.
+        seed: of the users.
+    """
+    ends_at = time.monotonic() + ROUND_S
+    for at in range(0, len(bodies), SAMPLE):
+        if time.monotonic() < ends_at:
+            ask(server.port, bodies[at : at + SAMPLE])
+    drawn = np.random.default_rng(seed).integers(0, len(bodies), SAMPLE)
+    outcomes = [answer["outcome"] for answer in ask(server.port, [bodies[at] for at in drawn])]
+    return outcomes.count(Outcome.HBM_HIT.value) / len(outcomes)
+
+
+def free_port() -> int:
+    """A port on loopback that nobody has."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name)

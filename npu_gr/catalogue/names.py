@@ -1,0 +1,240 @@
+"""Tables of names, as files beside a checkpoint.
+
+`ItemNames`: what the company calls each item, and the title that a person reads. An id below 2^62 is its own name
+(`core/names.py`), so an entry is needed only for hashed ids and for titles.
+
+The actions of a generator: a Hugging Face folder has no place for their names. A ranker's checkpoint has them itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from npu_gr.core.arrays import I64
+from npu_gr.core.errors import DataError
+from npu_gr.core.names import ActionNames, is_hashed, item_ids
+
+FILE = "names.safetensors"
+ACTIONS_FILE = "actions.json"  # a list of texts: the name of each index
+_BLOCK = 65_536  # texts that are checked at once
+
+
+class _Texts:
+    """Texts in one piece of memory: ten million of them are no ten million objects."""
+
+    __slots__ = ("_ends", "_raw")
+
+    def __init__(self, raw: npt.NDArray[np.uint8], ends: I64) -> None:
+        self._raw = raw  # UTF-8 of all of them
+        self._ends = ends  # [n + 1] text i is raw[ends[i] : ends[i + 1]]
+
+    @classmethod
+    def of(cls, texts: Sequence[str]) -> _Texts:
+        raw = [text.encode() for text in texts]
+        ends = np.cumsum([0, *map(len, raw)], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(raw), np.uint8), ends)
+
+    def take(self, places: I64) -> list[str]:
+        raw = self._raw.data
+        spans = zip(self._ends[places].tolist(), self._ends[places + 1].tolist(), strict=True)
+        return [str(raw[start:end], "utf-8") for start, end in spans]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._raw.nbytes + self._ends.nbytes
+
+    def tensors(self, what: str) -> dict[str, npt.NDArray[np.generic]]:
+        return {f"{what}s": self._raw, f"{what}_ends": self._ends}
+
+    @classmethod
+    def read(cls, tensors: dict[str, npt.NDArray[np.generic]], what: str, count: int) -> _Texts:
+        raw, ends = tensors[f"{what}s"], tensors[f"{what}_ends"]
+        if raw.ndim != 1 or ends.shape != (count + 1,) or raw.dtype != np.uint8 or ends.dtype != np.int64:
+            raise ValueError(f"{what}s do not fit the ids")
+        if ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) < 0).any():
+            raise ValueError(f"{what}_ends must ascend from 0 to the end")
+        texts = cls(raw.astype(np.uint8, copy=False), ends.astype(np.int64, copy=False))
+        texts._check(what)
+        return texts
+
+    def _check(self, what: str) -> None:
+        """Check that every text is UTF-8. Raises ValueError."""
+        raw, ends = self._raw, self._ends
+        if (raw[ends[ends < len(raw)]] >> 6 == 0b10).any():
+            raise ValueError(f"{what}_ends: one is within a character")
+        blocks = [*range(0, len(ends) - 1, _BLOCK), len(ends) - 1]
+        for start, stop in pairwise(ends[blocks].tolist()):
+            try:
+                str(raw.data[start:stop], "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{what}s: {error}") from error
+
+
+class ItemNames:
+    """Names and titles of items by id. Never changed in place. n = items."""
+
+    __slots__ = ("__weakref__", "_names", "_titles", "ids")
+
+    def __init__(self, ids: I64, names: _Texts, titles: _Texts) -> None:
+        """Keep them: int64 [n] ascending, distinct; n texts each. `make` and `load` check that."""
+        self.ids = ids
+        self._names = names
+        self._titles = titles
+
+    @classmethod
+    def make(cls, names: Sequence[str], titles: Sequence[str] = ()) -> ItemNames:
+        """Make the table.
+
+        Args:
+            names: each item once, as the company calls it.
+            titles: of each, "" where it has none; none at all = nothing has one.
+
+        Raises:
+            DataError: a name is no item, stands twice, or shares its id with another one.
+        """
+        try:
+            ids = item_ids(names)
+        except ValueError as error:
+            raise DataError(f"item names: {error}") from error
+        order = np.argsort(ids, kind="stable")
+        ids = ids[order]
+        if twice := np.flatnonzero(np.diff(ids) == 0).tolist():
+            first, second = names[order[twice[0]]], names[order[twice[0] + 1]]
+            if first == second:
+                raise DataError(f"item names: {first!r} stands there twice")
+            raise DataError(f"item names: {first!r} and {second!r} have the same id; rename one of them")
+        titles = titles or [""] * len(names)
+        return cls(ids, _Texts.of([names[place] for place in order]), _Texts.of([titles[place] for place in order]))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def names(self, ids: I64) -> list[str | int]:
+        """Name each id: [n] -> n texts; an id without an entry is its own name."""
+        return names_of([self], ids)
+
+    def titles(self, ids: I64) -> list[str | None]:
+        """Return the title of each id: [n] -> n texts, None where it has none."""
+        return titles_of([self], ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.ids.nbytes + self._names.num_bytes + self._titles.num_bytes
+
+    def find(self, ids: I64) -> I64:
+        """Find the entry of each id, -1 where there is none: [n] -> [n]."""
+        if not len(self.ids):
+            return np.full(len(ids), -1)
+        at = np.searchsorted(self.ids, ids).clip(max=len(self.ids) - 1)
+        return np.where(self.ids[at] == ids, at, -1)
+
+    def names_at(self, entries: I64) -> list[str]:
+        """Return the names of entries that `find` found."""
+        return self._names.take(entries)
+
+    def titles_at(self, entries: I64) -> list[str]:
+        """Return the titles of entries that `find` found, "" where one has none."""
+        return self._titles.take(entries)
+
+    def save(self, folder: Path) -> None:
+        """Write `FILE` into a folder.
+
+        Raises:
+            DataError: it cannot be written.
+        """
+        tensors = {"ids": self.ids, **self._names.tensors("name"), **self._titles.tensors("title")}
+        aside = folder / f"{FILE}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            aside.write_bytes(save(tensors))
+            os.replace(aside, folder / FILE)
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"{folder / FILE}: cannot be written: {error}") from error
+
+    @classmethod
+    def load(cls, folder: Path) -> ItemNames | None:
+        """Read `FILE` of a folder; None = there is none. A table that is in memory already is not made again.
+
+        Raises:
+            DataError: it is broken.
+        """
+        path = folder / FILE
+        try:
+            raw = path.read_bytes()
+            digest = xxhash.xxh3_128_hexdigest(raw)
+            if (known := _in_memory.get(digest)) is not None:
+                return known
+            tensors = load(raw)
+            ids = tensors["ids"]
+            if ids.dtype != np.int64 or ids.ndim != 1 or (np.diff(ids) <= 0).any() or (ids < 0).any():
+                raise ValueError("ids must be int64, ascending and not negative")
+            found = cls(ids, _Texts.read(tensors, "name", len(ids)), _Texts.read(tensors, "title", len(ids)))
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise DataError(f"{path}: {error}") from error
+        _in_memory[digest] = found
+        return found
+
+
+def names_of(tables: Sequence[ItemNames], ids: I64) -> list[str | int]:
+    """Name each id by the first table that has it: [n] -> n names; an id that none has is its own name."""
+    names: list[str | int] = ids.tolist()
+    left = np.flatnonzero(is_hashed(ids))  # a plain number is its own name, whatever the tables have
+    for table in tables:
+        entries = table.find(ids[left])
+        known = entries >= 0
+        for place, name in zip(left[known].tolist(), table.names_at(entries[known]), strict=True):
+            names[place] = name
+        left = left[~known]
+    return names
+
+
+def titles_of(tables: Sequence[ItemNames], ids: I64) -> list[str | None]:
+    """Return the title of each id by the first table that has one: [n] -> n titles, None where none has."""
+    titles: list[str | None] = [None] * len(ids)
+    left = np.arange(len(ids))
+    for table in tables:
+        entries = table.find(ids[left])
+        known = np.flatnonzero(entries >= 0)
+        for place, title in zip(left[known].tolist(), table.titles_at(entries[known]), strict=True):
+            titles[place] = title or None
+        left = left[[titles[place] is None for place in left.tolist()]]
+    return titles
+
+
+_in_memory: WeakValueDictionary[str, ItemNames] = WeakValueDictionary()
+"""By the digest of their files: ranker, generator and vectors of one data set bring the same table three times."""
+
+EMPTY = ItemNames.make([])
+"""Nothing has a name but its id."""
+
+
+def load_actions(folder: Path) -> ActionNames | None:
+    """Read `ACTIONS_FILE` of a folder; None = there is none.
+
+    Raises:
+        DataError: it is broken.
+    """
+    path = folder / ACTIONS_FILE
+    try:
+        names = msgspec.json.decode(path.read_bytes(), type=list[str])
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: {error}") from error
+    if len(set(names)) != len(names):
+        raise DataError(f"{path}: a name stands there twice")
+    return ActionNames(names)

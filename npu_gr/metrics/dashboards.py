@@ -1,0 +1,270 @@
+"""The Grafana dashboards, as `npu-gr dashboards` writes them, from the templates in `boards/`.
+
+A template is a dashboard in YAML: rows of panels, each with a title, a sentence that explains it, a unit, and PromQL
+expressions by legend. Two words stand for what every expression repeats:
+
+    $of   the label matchers of the instances that the reader chose
+    $w    the window of a rate
+
+A row or a panel with `each` is there once for each of those kinds of requests, so a new kind gets its panels without a
+line: its expressions and texts say `$kind`, `$Title`, `$plural`, and what else `_words` has. Tests hold three things:
+the files in `dashboards/` are what the templates make, every metric that they name is in the registry, and every
+expression gives figures on a real Prometheus that scrapes a real service.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from npu_gr.core.kinds import KINDS, Kind
+from npu_gr.metrics.rules import RUNBOOKS, rules
+from npu_gr.metrics.slo import Objective
+
+Panel = dict[str, Any]
+
+BOARDS = ("slo", "relay", "engine", "fleet", "store")
+COLUMNS = 24
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+WIDTHS = {"series": 8, "number": 4, "bars": 8, "table": 24}  # of a panel that says none
+HEIGHTS = {"series": 7, "number": 4, "bars": 7, "table": 7}
+TYPES = {"series": "timeseries", "number": "stat", "bars": "bargauge", "table": "table"}
+OF = {"of": 'job=~"$job", instance=~"$instance"', "w": "$__rate_interval"}
+
+
+def dashboards(objectives: Sequence[Objective]) -> dict[str, dict[str, Any]]:
+    """Make all dashboards, by file name; each objective gives its kind a row."""
+    return {f"{name}.json": _dashboard(name, objectives) for name in BOARDS}
+
+
+def files(objectives: Sequence[Objective], runbooks: str = RUNBOOKS) -> dict[str, str]:
+    """Make the text of every dashboard and of `rules.yml`, by file name."""
+    texts = {name: json.dumps(board, indent=1) + "\n" for name, board in dashboards(objectives).items()}
+    head = "# Written by `npu-gr dashboards`: change the objectives or npu_gr/metrics/rules.py, not this file.\n"
+    return {**texts, "rules.yml": head + yaml.safe_dump(rules(objectives, runbooks), sort_keys=False, width=120)}
+
+
+def write(folder: Path, objectives: Sequence[Objective], runbooks: str = RUNBOOKS) -> list[Path]:
+    """Write every file into a folder.
+
+    Args:
+        folder: made if it does not exist.
+        objectives: one for each kind of request.
+        runbooks: folder of the runbook pages, a path or a URL.
+
+    Returns:
+        The paths of the files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, text in files(objectives, runbooks).items():
+        path = folder / name
+        path.write_text(text)
+        paths.append(path)
+    return paths
+
+
+def _dashboard(name: str, objectives: Sequence[Objective]) -> dict[str, Any]:
+    text = resources.files("npu_gr.metrics").joinpath("boards", f"{name}.yml").read_text()
+    template = yaml.safe_load(text)
+    placed = list(_placed(template["rows"], [_words(objective) for objective in objectives]))
+    return {
+        "uid": template["uid"],  # identifies the dashboard in Grafana, so it never changes
+        "title": template["title"],
+        "description": template["text"],
+        "tags": ["npu_gr"],
+        "schemaVersion": 41,
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": [_datasource(), _variable("job", ""), _variable("instance", 'job=~"$job"')]},
+        "links": [_LINKS],
+        "annotations": {"list": []},
+        "panels": [{**panel, "id": place} for place, panel in enumerate(placed, 1)],
+    }
+
+
+def _placed(rows: Sequence[Mapping[str, Any]], kinds: Sequence[Mapping[str, str]]) -> Iterator[Panel]:
+    """Place panels in rows from the left; one that does not fit any more begins a new line of its row."""
+    y = 0
+    for row, words in _repeated(rows, kinds):
+        at = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+        yield {"type": "row", "title": _said(row["row"], words), "collapsed": False, "panels": [], "gridPos": at}
+        y += 1
+        x = 0
+        line_height = 0
+        for panel, own in _repeated(row["panels"], kinds, words):
+            made = _panel(panel, own)
+            size = made["gridPos"]
+            if x + size["w"] > COLUMNS:
+                x = 0
+                y += line_height
+                line_height = 0
+            yield {**made, "gridPos": {**size, "x": x, "y": y}}
+            x += size["w"]
+            line_height = max(line_height, size["h"])
+        y += line_height
+
+
+def _repeated(
+    parts: Sequence[Mapping[str, Any]], kinds: Sequence[Mapping[str, str]], own: Mapping[str, str] | None = None
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, str]]]:
+    """List rows or panels with their words: one with `each` once for every kind that it is for.
+
+    Args:
+        parts: rows, or panels of one row.
+        kinds: the words of every kind.
+        own: the words of the row, where it is one kind's.
+    """
+    for part in parts:
+        if "each" not in part:
+            yield part, own or {}
+            continue
+        for words in [own] if own else kinds:
+            if part["each"] in words["is"]:
+                yield part, words
+
+
+def _words(objective: Objective) -> dict[str, str]:
+    """What a template says of a kind; `is` names the groups of `each` that it is in."""
+    kind: Kind[Any, Any] = KINDS[objective.kind]
+    groups = ["kind"]
+    if kind.label is not None:
+        groups.append("labelled kind")
+    if {"queue", "device"} <= {*kind.stages}:
+        groups.append("kind on the device")
+    return {
+        "is": ", ".join(groups),
+        "kind": kind.name,
+        "Title": kind.title,
+        "plural": kind.plural,
+        "Plural": kind.plural.capitalize(),
+        "method": kind.method,
+        "path": kind.path,
+        "label": kind.label or "",
+        "stages": ", ".join((*kind.stages, "door")),
+        "ratio": f"{objective.latency_ratio * 100:.4g}",
+        "threshold": f"{objective.threshold_s * 1e3:g}",
+    }
+
+
+def _said(text: str, words: Mapping[str, str]) -> str:
+    return Template(text).safe_substitute(OF, **words)
+
+
+def _panel(panel: Mapping[str, Any], words: Mapping[str, str]) -> Panel:
+    kind = next(name for name in TYPES if name in panel)
+    show = panel["show"] if isinstance(panel["show"], dict) else {"": panel["show"]}
+    targets: list[dict[str, Any]] = [
+        {
+            "refId": chr(ord("A") + index),
+            "datasource": DATASOURCE,
+            "expr": _said(expr, words),
+            "legendFormat": _said(legend, words),
+        }
+        for index, (legend, expr) in enumerate(show.items())
+    ]
+    made: Panel = {
+        "type": TYPES[kind],
+        "title": _said(panel[kind], words),
+        "description": _said(panel["text"], words),
+        "datasource": DATASOURCE,
+        "gridPos": {"x": 0, "y": 0, "w": panel.get("width", WIDTHS[kind]), "h": HEIGHTS[kind]},
+        "fieldConfig": {"defaults": {"unit": panel.get("unit", "none")}, "overrides": []},
+        "options": _OPTIONS[kind],
+        "targets": targets,
+    }
+    defaults = made["fieldConfig"]["defaults"]
+    if kind == "series":
+        _draw_lines(defaults, panel)
+    elif kind == "number":
+        defaults |= {"thresholds": _thresholds(panel.get("steps", [[None, "blue"]])), "decimals": 2}
+    elif kind == "bars":
+        defaults |= {"thresholds": _thresholds(panel["steps"]), "min": 0, "max": 1.0}
+    else:  # a sample is a row of the table, its labels are the columns
+        targets[0] |= {"format": "table", "instant": True}
+        hidden = dict.fromkeys(("Time", "__name__", "job", "Value"), True)
+        made["transformations"] = [{"id": "organize", "options": {"excludeByName": hidden}}]
+    return made
+
+
+def _draw_lines(defaults: dict[str, Any], panel: Mapping[str, Any]) -> None:
+    """Lines over time; `stacked`: as areas on each other; `top`: ends the axis; `limit`: a dashed line."""
+    stacked = panel.get("stacked", False)
+    custom: dict[str, Any] = {
+        "drawStyle": "line",
+        "lineWidth": 1,
+        "fillOpacity": 30 if stacked else 8,
+        "showPoints": "never",
+        "spanNulls": False,
+        "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
+    }
+    defaults |= {"custom": custom, "min": 0}
+    if "top" in panel:
+        defaults["max"] = float(panel["top"])
+    if "limit" in panel:
+        custom["thresholdsStyle"] = {"mode": "dashed"}
+        defaults["thresholds"] = _thresholds([[None, "transparent"], [panel["limit"], "red"]])
+
+
+def _thresholds(steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Colours from values on; the first value is None."""
+    found = [{"value": None if value is None else float(value), "color": colour} for value, colour in steps]
+    return {"mode": "absolute", "steps": found}
+
+
+_REDUCED = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "series": {
+        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+    "number": {"reduceOptions": _REDUCED, "colorMode": "value", "graphMode": "area", "textMode": "auto"},
+    "bars": {
+        "reduceOptions": _REDUCED,
+        "displayMode": "gradient",
+        "orientation": "horizontal",
+        "showUnfilled": True,
+    },
+    "table": {},
+}
+_LINKS = {
+    "type": "dashboards",
+    "title": "npu_gr",
+    "tags": ["npu_gr"],
+    "asDropdown": False,
+    "keepTime": True,
+    "includeVars": True,
+    "icon": "external link",
+    "targetBlank": False,
+    "tooltip": "",
+    "url": "",
+}
+
+
+def _datasource() -> dict[str, Any]:
+    return {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
+
+
+def _variable(label: str, matchers: str) -> dict[str, Any]:
+    return {
+        "name": label,
+        "type": "query",
+        "label": label.title(),
+        "datasource": DATASOURCE,
+        "query": f"label_values(npu_gr_build_info{{{matchers}}}, {label})",
+        "refresh": 2,
+        "sort": 1,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".+",
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }

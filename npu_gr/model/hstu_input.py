@@ -1,0 +1,371 @@
+"""The ranker's weights, the vectors of its items, and the rows that its layers read.
+
+Token of a behaviour = item + its side features + action + the event's own features. A candidate has no action yet: it
+carries a learned "shown" embedding instead, the request's features and its own cross features. A model with features
+of the user has one token of them in front. Order [user | history | candidates]; a candidate's position is the number of
+tokens before all candidates. NEXT is a candidate without an item: item row `num_items`, one past the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from npu_gr.backend.base import Affine
+from npu_gr.core.feature_schema.computed import CrossFeatures, ItemValueTable
+from npu_gr.core.feature_schema.factors import NUM_FACTORS, ItemFactors
+from npu_gr.core.feature_schema.schema import OFS, Of
+from npu_gr.model.config import HSTUConfig
+from npu_gr.model.feature_rows import FeatureTable, FeatureValues, ItemCodeRows, NewItems
+from npu_gr.model.hstu_layer import ClockMix, HSTULayer, edges_of, head_mlp, head_norm
+from npu_gr.model.hstu_segments import Segment
+
+
+class HSTUWeights(nn.Module):
+    """The parameters and tables of a ranker, by the names that its checkpoint gives them."""
+
+    codes: ItemCodeRows  # only with `item_codes`
+    item_feature_codes: Tensor
+    item_feature_numbers: Tensor
+    factors_of_items: Tensor  # only with `mf_score`, as is the next one; see `core/feature_schema/factors.py`
+    factors_of_actions: Tensor
+
+    def __init__(self, config: HSTUConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.item = nn.Embedding(config.num_items, config.dim)
+        self.action = nn.Embedding(len(config.actions) + 1, config.dim)  # the last row: shown, not yet acted on
+        self.feature = nn.ModuleList(
+            nn.Embedding(f.num_values + 1, config.dim, padding_idx=f.num_values) for f in config.item_features
+        )
+        for index, f in enumerate(config.item_features):  # value ids of every item, num_values = padding
+            ids = torch.full((config.num_items, f.max_values), f.num_values)
+            self.register_buffer(f"feature_ids_{index}", ids)
+        if config.item_codes:
+            self.codes = ItemCodeRows(config.num_items, config.item_codes, config.dim)
+        self.features = nn.ModuleDict(
+            {of: FeatureTable(own, config.dim) for of in OFS if (own := config.features_of(of))}
+        )
+        if "user" in self.features:
+            shape = (config.dim,) if config.user_tokens == "sum" else (config.num_user_tokens, config.dim)
+            self.user_token = nn.Parameter(torch.empty(shape).normal_(std=0.02))
+        if "item" in self.features:
+            missing = self.table_of("item").missing(config.num_items)
+            self.register_buffer("item_feature_codes", missing.codes.clone())
+            self.register_buffer("item_feature_numbers", missing.numbers.clone())
+        if config.has_factors:
+            self.register_buffer("factors_of_items", torch.zeros(config.num_items, 1 + NUM_FACTORS))
+            self.register_buffer("factors_of_actions", torch.zeros(len(config.actions)))
+        if config.positions != "none":
+            self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
+        self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
+        self.norm_head = head_norm(config)
+        self.head = nn.Sequential() if config.head == "dot" else head_mlp(config)
+        if config.head == "product":
+            self.candidate = nn.Embedding(config.num_items, config.dim)
+        if config.head_periods:
+            self.clock = ClockMix(config.dim, config.head_periods)
+        if config.query_times is not None:
+            self.query_time = nn.Embedding(config.query_times.count, config.dim)
+            self.register_buffer("query_edges", edges_of(config.query_times), persistent=False)
+        if config.has_next:
+            self.next_item = nn.Parameter(torch.empty(config.dim).normal_(std=0.02))
+            self.norm_next = nn.LayerNorm(config.dim, eps=config.norm_eps)
+            self.vector = nn.Linear(config.dim, config.dim)
+            nn.init.eye_(self.vector.weight)
+            nn.init.zeros_(self.vector.bias)
+        for table in (self.item, self.action, *self.feature):
+            assert isinstance(table, nn.Embedding)
+            nn.init.normal_(table.weight, std=0.02)
+        self.items = ItemVectors(self)
+
+    def cast(self, dtype: torch.dtype) -> Self:
+        """Compute in `dtype`, in place.
+
+        The residual stream, features, norms and head of a bf16 model stay fp32: they are cheap, and a bf16 residual
+        would turn every rounding difference of a split into a visible one. Factors stay as they are: nothing of the
+        model computes with them.
+        """
+        kept = {name: values for name, values in self.named_buffers(recurse=False) if name.startswith("factors_")}
+        self.to(dtype)
+        self._buffers.update(kept)
+        if dtype == torch.bfloat16:
+            self.features.float()
+            self.norm_head.float()
+            self.head.float()
+            if self.config.head_periods:
+                self.clock.float()
+            if self.config.has_next:
+                self.norm_next.float()
+                self.vector.float()
+            for layer in self.layers:
+                assert isinstance(layer, HSTULayer)
+                layer.norm_in.float()
+                layer.norm_attention.float()
+        self.items.thaw()
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what layers compute."""
+        found: torch.dtype = self.item.weight.dtype
+        return found
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """Of the rows between layers."""
+        first = self.layers[0]
+        assert isinstance(first, HSTULayer)
+        return first.norm_in.weight.dtype
+
+    def each_layer(self) -> list[HSTULayer]:
+        """List the layers."""
+        return cast("list[HSTULayer]", list(self.layers))
+
+    def attention_scale(self, num_tokens: int) -> float:
+        """1 / scaling_seqlen; by the runtime length only where the config asks for it (never with a cache)."""
+        length = self.config.scaling_seqlen if self.config.scaling == "constant" else max(num_tokens, 1)
+        return 1.0 / length
+
+    def table_of(self, of: Of) -> FeatureTable:
+        """Return the table of the features of one kind, which the model has."""
+        table = self.features[of]
+        assert isinstance(table, FeatureTable)
+        return table
+
+
+class ItemVectors:
+    """What each item's vector is, as a sum of its parts, and as one frozen table that serving reads."""
+
+    def __init__(self, model: HSTUWeights) -> None:
+        self._model = model
+        self._table: Tensor | None = None
+        self._num_spare = 0  # of its rows
+        self.kept_rows: Tensor | None = None  # of a step with row dropout, see `draw_kept`; None = every residual row
+
+    @property
+    def table(self) -> Tensor | None:
+        """The frozen table [num_rows, and NEXT's where the model has it; dim]; None = there is none yet."""
+        return self._table
+
+    def embed(self, rows: Tensor) -> Tensor:
+        """Sum up what each item's vector is made of: [...] item rows -> [..., dim]; NEXT is one row."""
+        if self._model.config.has_next:
+            items = self._embed_known(rows.clamp(max=self._model.config.num_items - 1))
+            return torch.where((rows == self._model.config.num_items)[..., None], self._model.next_item, items)
+        return self._embed_known(rows)
+
+    def _embed_known(self, rows: Tensor) -> Tensor:
+        x: Tensor = self._model.item(rows)
+        if self.kept_rows is not None:
+            x = x * self.kept_rows[rows]
+        ids = [
+            getattr(self._model, f"feature_ids_{index}")[rows] for index in range(len(self._model.config.item_features))
+        ]
+        values = None
+        if "item" in self._model.features:
+            values = FeatureValues(self._model.item_feature_codes[rows], self._model.item_feature_numbers[rows])
+        return self._add_common(
+            x, ids, self._model.codes.of_item[rows] if self._model.config.item_codes else None, values
+        )
+
+    def _add_common(
+        self, x: Tensor, feature_ids: Sequence[Tensor], codes: Tensor | None, values: FeatureValues | None
+    ) -> Tensor:
+        """Add what items have in common: the means of their features' values, and the rows of their codes."""
+        for f, table, ids in zip(self._model.config.item_features, self._model.feature, feature_ids, strict=True):
+            count = (ids != f.num_values).sum(-1, keepdim=True).clamp(min=1)
+            x = x + table(ids).sum(-2) / count.to(x.dtype)
+        if values is not None:
+            x = x + self._model.table_of("item")(values).to(x.dtype)
+        return x if codes is None else self._model.codes.add(x, codes)
+
+    def parts(self) -> list[nn.Parameter]:
+        """List the tables whose rows an item's vector is the sum of."""
+        tables = [
+            self._model.item,
+            *self._model.feature,
+            *(self._model.codes.levels if self._model.config.item_codes else ()),
+        ]
+        return [parameter for table in tables for parameter in table.parameters()]
+
+    def freeze(self, num_spare: int = 0) -> None:
+        """Fold everything into one table, so that serving gathers one row an item. Call after loading.
+
+        Args:
+            num_spare: rows for new items, behind those of the trained ones.
+        """
+        with torch.inference_mode():
+            rows = torch.arange(
+                self._model.config.num_items + self._model.config.has_next, device=self._model.item.weight.device
+            )
+            parts = [self.embed(part) for part in rows.split(65536)]
+            if num_spare:
+                next_row = [parts[-1][-1:]] if self._model.config.has_next else []
+                parts[-1] = parts[-1][:-1] if self._model.config.has_next else parts[-1]
+                parts += [parts[0].new_zeros(num_spare, self._model.config.dim), *next_row]
+            self._table = torch.cat(parts)
+            self._num_spare = num_spare
+
+    def thaw(self) -> None:
+        """Give the table up: the weights have changed."""
+        self._table = None
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Look up item vectors: [...] item rows -> [..., dim], of the frozen table if there is one."""
+        return self.embed(rows) if self._table is None else self._table[rows]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of items, the spare ones included."""
+        return self._model.config.num_items + self._num_spare
+
+    @torch.inference_mode()
+    def new_vectors(self, new: NewItems) -> Tensor:
+        """Sum up the vectors of items without residual rows: [n, dim]."""
+        device = self._model.item.weight.device
+        x = self._model.item.weight.new_zeros(len(new.codes), self._model.config.dim)
+        ids = [torch.from_numpy(values).to(device) for values in new.features]
+        codes = torch.from_numpy(new.codes).to(device) if self._model.config.item_codes else None
+        values = None
+        if "item" in self._model.features and new.values is not None:
+            values = FeatureValues(*(part.to(device) for part in FeatureValues.of(new.values)))
+        return self._add_common(x, ids, codes, values)
+
+    @torch.inference_mode()
+    def write(self, first_row: int, vectors: Tensor) -> None:
+        """Write the vectors of new items, [n, dim], into spare rows of the frozen table that nobody reads yet."""
+        assert self._table is not None
+        assert self._model.config.num_items <= first_row <= self.num_rows - len(vectors)
+        self._table[first_row : first_row + len(vectors)] = vectors
+
+    def vectors(self) -> Tensor:
+        """The vectors that u is compared with, fp32 [num_rows, dim]: the frozen table's, not a copy in fp32."""
+        assert self._table is not None
+        return self.compared(self._table[: self.num_rows])
+
+    def compared(self, rows: Tensor) -> Tensor:
+        """Item rows [..., dim] as u is compared with them, fp32."""
+        return (
+            normalize(rows.float(), dim=-1, eps=self._model.config.norm_eps)
+            if self._model.config.head_item_norm == "l2"
+            else rows.float()
+        )
+
+
+class InputRows:
+    """Makes the rows that the first layer reads of segments: items, actions, features, positions and times."""
+
+    def __init__(self, model: HSTUWeights) -> None:
+        self._model = model
+
+    def of(self, segments: Sequence[Segment], ops: Affine) -> Tensor:
+        """[rows, dim] of every segment's history and candidates, in order."""
+        items = torch.cat([part for s in segments for part in (s.items, s.candidates)])
+        shown = len(self._model.config.actions)
+        asking = [torch.full_like(s.candidates, shown) if s.last is None else s.last.action for s in segments]
+        actions = torch.cat([part for s, own in zip(segments, asking, strict=True) for part in (s.actions, own)])
+        x: Tensor = self._model.items.rows(items)
+        acted = self._model.action(actions.clamp(min=0))
+        if self._model.config.is_interleaved:  # an item's token has action -1, an action's one of 0 ..
+            x = torch.where((actions < 0)[:, None], x, acted + x * (actions == shown)[:, None])
+        else:
+            x = x + acted
+        if self._model.features:
+            x = self._with_features(x, segments, ops)
+        if self._model.config.positions != "none":
+            x = x + self._model.position(torch.cat([self._positions(s) for s in segments]))
+        if self._model.config.query_times is not None:
+            assert isinstance(self._model.query_edges, Tensor)
+            is_float = self._model.config.query_times.of_float32
+            parts = [part for s in segments for part in (_ahead(s, is_float), torch.zeros_like(s.candidates))]
+            ahead = torch.cat(parts)
+            x = x + self._model.query_time(torch.bucketize(ahead, self._model.query_edges, right=True))
+        return x.to(self._model.residual_dtype)
+
+    def _with_features(self, x: Tensor, segments: Sequence[Segment], ops: Affine) -> Tensor:
+        """Add features to rows of events and candidates, and put the users' tokens in front of their segments."""
+        events = self._feature_rows("event", [(s.events, len(s.items)) for s in segments], ops)
+        requests = self._feature_rows("request", [(s.request, 1) for s in segments], ops)
+        cross = self._feature_rows("cross", [(s.cross, len(s.candidates)) for s in segments], ops)
+        users = self._user_rows(segments, ops)
+        rows: list[Tensor] = []
+        wide = x.to(self._model.residual_dtype)  # whatever else is in the batch
+        for place, s in enumerate(segments):
+            history, shown, wide = wide.tensor_split((len(s.items), len(s.items) + len(s.candidates)))
+            if users and s.user is not None:
+                rows.append(users[place])
+            rows.append(history + events[place] if events else history)
+            if requests:
+                shown = shown + requests[place]
+            rows.append(shown + cross[place] if cross and not s.is_next else shown)
+        return torch.cat(rows)
+
+    def _user_rows(self, segments: Sequence[Segment], ops: Affine) -> Sequence[Tensor]:
+        """The users' tokens, [n, dim] of each segment; nothing where the model has none."""
+        if self._model.config.user_tokens == "sum":
+            rows = self._feature_rows("user", [(s.user, int(s.user is not None)) for s in segments], ops)
+            return [self._model.user_token.to(own.dtype) + own for own in rows]
+        if "user" not in self._model.features:
+            return []
+        nobody, table = self._model.user_token[:0], self._model.table_of("user")
+        return [nobody if s.user is None else self._model.user_token + table.each(s.user, ops)[0] for s in segments]
+
+    def _feature_rows(self, of: Of, given: Sequence[tuple[FeatureValues | None, int]], ops: Affine) -> Sequence[Tensor]:
+        """Embed the values of all segments at once, [n, dim] each; nothing where the model has no such features."""
+        if of not in self._model.features:
+            return ()
+        table = self._model.table_of(of)
+        values = [table.missing(n) if own is None else own for own, n in given]
+        codes, numbers = (torch.cat(parts) for parts in zip(*values, strict=True))
+        rows: Tensor = table(FeatureValues(codes, numbers), ops)
+        return torch.split(rows, [n for _, n in given])
+
+    def _positions(self, segment: Segment) -> Tensor:
+        """Learned position of each row: counted from the start; or (an E2 breaker) from the end, the user's first."""
+        past = segment.past.num_tokens if segment.past else 0
+        new = segment.num_tokens
+        c = len(segment.candidates)
+        index = torch.arange(past, past + new + 1, device=segment.items.device)
+        if self._model.config.positions == "reverse":
+            index = past + new - index + self._model.config.num_user_tokens
+            index[: segment.num_user_tokens] = torch.arange(segment.num_user_tokens, device=index.device)
+        index = index.clamp(max=self._model.config.max_history_tokens)
+        return torch.cat([index[:new], index[new:].expand(c)])
+
+
+def _ahead(segment: Segment, is_float: bool) -> Tensor:
+    """Seconds from each new token to the request, int64 [n]; public code has the user's tokens of the year 1970.
+
+    Args:
+        segment: of the tokens.
+        is_float: of times that float32 rounds, in this century to multiples of 128.
+    """
+    times = segment.times.clone()
+    times[: segment.num_user_tokens] = 0
+    at = torch.full_like(times, segment.candidate_time)
+    return (at.float() - times.float()).long() if is_float else at - times
+
+
+def cross_features(model: HSTUWeights) -> CrossFeatures:
+    """Make what computes the model's cross features; the values of items are the model's own, not a copy.
+
+    Args:
+        model: of a model on another device than the host they are a copy.
+
+    Raises:
+        ValueError: a feature names an action or an item feature that the model lacks.
+    """
+    config = model.config
+    tables = {
+        feature.name: ItemValueTable(getattr(model, f"feature_ids_{index}").cpu().numpy(), feature.num_values)
+        for index, feature in enumerate(config.item_features)
+    }
+    factors = None
+    if config.has_factors:
+        factors = ItemFactors(model.factors_of_items.cpu().numpy(), model.factors_of_actions.cpu().numpy())
+    return CrossFeatures(config.features_of("cross"), config.actions, tables, factors)

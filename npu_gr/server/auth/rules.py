@@ -1,0 +1,123 @@
+"""What a route needs: the address that serves it, and the scope of the key. One table; a route without a rule is a bug.
+
+The public address serves the kinds and what a client of them reads. Everything that changes the instance, or reveals
+how it is doing, is on the admin address. Health is on both, without a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from npu_gr.core.kinds import KINDS, Scope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What one route needs."""
+
+    scope: Scope | None  # that the key must have; None = no key is needed
+    is_public: bool  # served on the public address
+    is_admin: bool  # served on the admin address
+
+
+_HEALTH = Rule(scope=None, is_public=True, is_admin=True)
+_READ = Rule(scope=Scope.INFER, is_public=True, is_admin=False)
+_OBSERVE = Rule(scope=Scope.OBSERVE, is_public=False, is_admin=True)
+_STATISTICS = Rule(scope=Scope.OBSERVE, is_public=True, is_admin=True)  # where the protocol's clients ask for them
+_PAGE = Rule(scope=None, is_public=False, is_admin=True)
+_ADMIN = Rule(scope=Scope.ADMIN, is_public=False, is_admin=True)
+
+PAGES = ("/", "/debug/console")  # without data: they ask for them with a key; no page of another site may show them
+
+_OTHERS: dict[tuple[str, str], Rule] = {
+    ("GET", "/healthz"): _HEALTH,
+    ("GET", "/readyz"): _HEALTH,
+    ("GET", "/v2/health/live"): _HEALTH,
+    ("GET", "/v2/health/ready"): _HEALTH,
+    ("GET", "/v2"): _READ,
+    ("GET", "/v2/models/{model}"): _READ,
+    ("GET", "/v2/models/{model}/ready"): _READ,
+    ("GET", "/v2/models/{model}/versions/{version}"): _READ,
+    ("GET", "/v2/models/{model}/versions/{version}/ready"): _READ,
+    ("GET", "/v2/models/stats"): _STATISTICS,
+    ("GET", "/v2/models/{model}/stats"): _STATISTICS,
+    ("GET", "/v2/models/{model}/versions/{version}/stats"): _STATISTICS,
+    ("GET", "/openapi.json"): _READ,
+    ("GET", "/v1/models"): _READ,
+    ("GET", "/v1/items"): _READ,
+    ("GET", "/v1/catalog"): _READ,
+    ("GET", "/v1/match/vectors"): _READ,
+    ("GET", "/"): _PAGE,
+    ("GET", "/metrics"): _OBSERVE,
+    ("GET", "/debug/status"): _OBSERVE,
+    ("GET", "/debug/runbooks"): _OBSERVE,
+    ("GET", "/debug/openapi"): _OBSERVE,  # as /openapi.json, for the console
+    ("GET", "/debug/console"): _PAGE,
+    ("GET", "/debug/config"): _ADMIN,
+    ("GET", "/debug/stacks"): _ADMIN,
+    ("GET", "/debug/profile"): _ADMIN,
+    ("GET", "/debug/bundle"): _ADMIN,
+    ("POST", "/debug/user"): _ADMIN,
+    ("GET", "/debug/record"): _ADMIN,
+    ("POST", "/debug/record"): _ADMIN,
+    ("DELETE", "/debug/record"): _ADMIN,
+    ("POST", "/v1/models/reload"): _ADMIN,
+    ("POST", "/v1/catalog/items"): _ADMIN,
+    ("POST", "/v1/catalog/reload"): _ADMIN,
+    ("POST", "/v1/catalog/rollback"): _ADMIN,
+    ("POST", "/v1/match/reload"): _ADMIN,
+    ("POST", "/v1/match/rollback"): _ADMIN,
+}
+
+
+def rules() -> dict[tuple[str, str], Rule]:
+    """Return the rule of each route by its method and its pattern; those of the kinds follow from their table."""
+    kinds = {
+        (kind.method, path): Rule(scope=kind.scope, is_public=True, is_admin=False)
+        for kind in KINDS.values()
+        for path in kind.paths
+    }
+    return kinds | _OTHERS
+
+
+class Address:
+    """One address that an instance listens on, and the routes that it serves."""
+
+    def __init__(self, *, is_public: bool = True, is_admin: bool = True, refuses_foreign_hosts: bool = False) -> None:
+        """Serve routes.
+
+        Args:
+            is_public: those for clients.
+            is_admin: those for operators.
+            refuses_foreign_hosts: only if they are sent to a name of this machine.
+        """
+        self.is_public = is_public
+        self.refuses_foreign_hosts = refuses_foreign_hosts
+        served: dict[str, bool] = {}
+        for (_, path), rule in rules().items():
+            serves = (is_public and rule.is_public) or (is_admin and rule.is_admin)
+            served[path] = served.get(path, False) or serves
+        self._elsewhere = frozenset(path for path, is_served in served.items() if not is_served)
+
+    def serves(self, path: str) -> bool:
+        """Whether it serves a route: the route's pattern; where none matched, the path of the request."""
+        return path not in self._elsewhere
+
+
+# The router's admin address; its public address serves the public routes of the instances. None = no key is needed.
+ROUTER_ADMIN: dict[tuple[str, str], Scope | None] = {
+    ("GET", "/healthz"): None,
+    ("GET", "/"): None,  # a page without data: it asks for them with a key
+    ("GET", "/status"): Scope.OBSERVE,
+    ("GET", "/metrics"): Scope.OBSERVE,
+    ("GET", "/instances"): Scope.OBSERVE,
+    ("GET", "/owner"): Scope.OBSERVE,
+    ("POST", "/instances/{name}/drain"): Scope.ADMIN,
+    ("POST", "/instances/{name}/undrain"): Scope.ADMIN,
+    ("POST", "/user"): Scope.ADMIN,
+    ("GET", "/config"): Scope.ADMIN,
+    ("GET", "/debug/runbooks"): Scope.OBSERVE,
+    ("GET", "/debug/stacks"): Scope.ADMIN,
+    ("GET", "/debug/profile"): Scope.ADMIN,
+    ("GET", "/debug/bundle"): Scope.ADMIN,
+}

@@ -1,0 +1,298 @@
+"""Each bench runs once in a tiny form: it checks before it times, and has all its lines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from benchmarks import (
+    cascade,
+    features,
+    generate,
+    kernels,
+    kernels_device,
+    kernels_hstu,
+    kernels_topk,
+    match,
+    match_train,
+    metrics,
+    protocols,
+    rank,
+    store,
+    trunk,
+    twin,
+    wire,
+)
+from benchmarks.ascend_twin import Twin
+from benchmarks.frame import Line
+from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.cpu.library import supported
+from npu_gr.backend.reference import ReferenceBackend
+from npu_gr.core.errors import ConfigError
+from npu_gr.model.config import HSTUConfig
+from npu_gr.service.config import to_table
+from tests.engine.kv.invariants import check_dram
+from tests.models import tiny_order
+from tests.server.test_recommend_over_http import section
+from tests.serving import make_config, write_checkpoint
+
+CONFIG = Path(__file__).parents[2] / "configs" / "cpu.yaml"
+ranker = rank.config
+needs_kernels = pytest.mark.skipif(not supported(), reason="no kernels")
+needs_twin = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU twin cannot be built")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ranker of two narrow layers."""
+    for module in (rank, features, metrics):
+        monkeypatch.setattr(module, "config", lambda *_, **__: ranker(num_layers=2, dim=32))
+
+
+def checked(lines: list[Line]) -> list[Line]:
+    for line in lines:
+        assert line.ours > 0
+        assert line.ratio == pytest.approx(line.baseline_value / line.ours)
+        assert line.target is None or line.ok is not None
+    return lines
+
+
+def test_flops_by_hand() -> None:
+    """One layer of width 8, 1 head of 4: candidates cost 5 projections and one pair a key."""
+    shape = HSTUConfig(num_items=1, actions=("a",), tasks=("t",), dim=8, num_layers=1, num_heads=1, qk_dim=4, v_dim=4)
+    row, pair = 2 * 8 * 16 + 2 * 4 * 8, 2 * 8
+    assert rank.flops(shape, 10, 3, cached=True) == 3 * row + 3 * 11 * pair
+    assert rank.flops(shape, 10, 3, cached=False) == 3 * row + 3 * 11 * pair + 10 * 2 * 8 * 8
+
+
+def test_rank(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    monkeypatch.setattr(rank, "LENGTHS", (64,))
+    monkeypatch.setattr(rank, "CANDIDATES", (5,))
+    (line,) = checked(list(rank.lines("cpu", "float32", 0, 0.0)))
+    assert line.of_floor == pytest.approx(line.ratio / line.floor)  # type: ignore[operator]
+    monkeypatch.setattr(rank, "TOLERANCE", {torch.float32: -1.0})
+    with pytest.raises(AssertionError, match="drift"):
+        list(rank.lines("cpu", "float32", 0, 0.0))
+
+
+def test_features(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    monkeypatch.setattr(features, "TOKENS", 32)
+    monkeypatch.setattr(features, "CANDIDATES", 20)
+    read, *groups = features.lines("cpu", 0, 0.0)
+    assert read.case == "read 20 x 40 cross features, raw msgpack"
+    assert [line.case.split()[-1] for line in groups] == ["user", "event", "request", "40", "all"]
+    assert [line.ok is None for line in groups] == [True, True, True, False, True]
+
+
+def test_metrics(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    monkeypatch.setattr(metrics, "SHAPES", ((1, 16, 4),))
+    counts, told = checked(list(metrics.lines(0, 0.0)))
+    assert (counts.target, told.ok) == (100, None)
+    monkeypatch.setattr("npu_gr.metrics.registry.requests.RequestMetrics.done", lambda *_: None)
+    with pytest.raises(AssertionError):  # a wrong count is not timed
+        next(iter(metrics.lines(0, 0.0)))
+
+
+def test_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "LENGTHS", (8, 64))
+    found = checked(list(wire.lines(0, 0.0)))
+    forms = ("JSON raw", "msgpack raw", "infer raw", "infer gRPC", "client")
+    assert [line.case for line in found] == [f"L={length} M=500 {form}" for length in (8, 64) for form in forms]
+    made = wire.bodies
+
+    def wrong(num_tokens: int, seed: int) -> Any:
+        return made(num_tokens, seed) | {"msgpack raw": made(num_tokens, seed + 1)["msgpack raw"]}
+
+    monkeypatch.setattr(wire, "bodies", wrong)
+    with pytest.raises(AssertionError, match="msgpack raw"):
+        list(wire.lines(0, 0.0))
+
+
+def test_protocols() -> None:
+    found = checked(list(protocols.lines(0, CONFIG, 0.0)))
+    ways = ("/v1, JSON", "infer over HTTP, raw", "infer over gRPC, raw")
+    assert [line.case.partition("M=100 ")[2].rpartition(":")[0] for line in found[::2]] == list(ways)
+
+
+def test_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(match, "HNSW_ITEMS", 500)
+    found = list(match.lines(2000, 0, 0.0))
+    exact = checked([line for line in found if line.case.startswith("I=2000")])
+    assert len(exact) == len(match.BATCHES)
+    assert all("torch mm + topk, numpy" in line.baseline for line in exact)
+    monkeypatch.setattr(match, "torch_top_k", lambda queries, items, k: torch.mm(-queries, items.T).topk(k))
+    with pytest.raises(AssertionError, match="torch mm"):
+        list(match.lines(2000, 0, 0.0))
+
+
+def test_the_baselines_sort_what_they_find() -> None:
+    queries, items = np.eye(3, 4, dtype=np.float32), np.diag([1.0, 2, 3, 4]).astype(np.float32)
+    scores, rows = match.numpy_top_k(queries, items, 2)
+    assert scores[2].tolist() == [3, 0]
+    assert rows[1, 0] == 1
+    values, _ = match.torch_top_k(torch.from_numpy(queries), torch.from_numpy(items), 2)
+    assert np.array_equal(values.numpy(), scores)
+
+
+def test_match_train() -> None:
+    minutes, memory = match_train.lines(4000, 2, 0)
+    assert (minutes.unit, memory.unit) == ("CPU min", "GB")
+    assert all(f"{stage} 0." in minutes.case for stage in ("source", "target", "inter"))
+    assert memory.ours > 0.05
+
+
+def test_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"FEW": 10, "MANY": 100, "TURNS": 50}.items():
+        monkeypatch.setattr(store, name, value)
+    [line] = checked(list(store.lines(0)))
+    assert "100 entries" in line.case
+    tier = store.FullTier(10, 0)
+    tier.turns()
+    check_dram(tier.store)
+    assert len(tier.store) == 10
+
+
+@pytest.fixture
+def few_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = msgspec.structs.replace(
+        generate.decoder_config(), vocab_size=32, dim=16, num_layers=2, head_dim=8, mlp_dim=32, max_tokens=64
+    )
+    t5 = msgspec.structs.replace(
+        generate.t5_config(),
+        vocab_size=32,
+        dim=16,
+        head_dim=4,
+        mlp_dim=32,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+    )
+    for name, value in {
+        "NUM_CODES": 32, "PROMPT_TOKENS": 20, "NUM_ITEMS": 400, "WIDTHS": (3, 8),
+        "decoder_config": lambda: decoder, "t5_config": lambda: t5,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(generate, name, value)
+
+
+def test_generate(few_codes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = checked(list(generate.lines("cpu", 0, 0.0, "decoder")))
+    assert [line.case.rpartition(" vs ")[2] for line in found] == ["shared prefix", "no cache"] * 2
+    right = generate.SharedPrefix.search
+    monkeypatch.setattr(generate.SharedPrefix, "search", lambda *given: right(*given) - 0.01)
+    with pytest.raises(AssertionError, match="width=3: sdpa differs"):
+        list(generate.lines("cpu", 0, 0.0, "decoder"))
+
+
+def test_generate_by_a_t5(few_codes: None) -> None:
+    found = checked(list(generate.lines("cpu", 0, 0.0, "t5")))
+    assert [line.baseline for line in found] == ["no cache"] * 2
+
+
+@needs_kernels
+def test_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WIDTHS": (16,), "COLD_BYTES": 1, "CATALOGUES": (1000, 3000)}.items():
+        monkeypatch.setattr(kernels_topk, name, value)
+    monkeypatch.setattr("benchmarks.roofs._READ_FLOATS", 1 << 12)
+    found = list(kernels.lines(supported()[0], 0, 0.0, ("roofs", "topk", "pass")))
+    assert sum(line.case.startswith("roof:") for line in found) >= 2
+    assert sum("items=3000" in line.case for line in found) == 2
+    passes = [line for line in found if line.case.startswith("pass:")]
+    for whole, locked in zip(passes[::2], passes[1::2], strict=True):
+        assert 0 < locked.ours < whole.ours == locked.baseline_value  # what holds the lock is a part of the pass
+
+
+@needs_kernels
+def test_kernels_of_a_ranker(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    monkeypatch.setattr(kernels_hstu, "LENGTHS", (70,))
+    monkeypatch.setattr(kernels_hstu, "CANDIDATES", (5,))
+    found = checked(list(kernels.lines("", 0, 0.0, ("hstu",))))
+    assert len(found) == 2 * (3 + 1)  # dtypes x (pack_kv, prefill, rank, request)
+    assert all(line.of_floor for line in found)
+
+
+def test_the_naive_path_is_the_reference_without_bias() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 5, 2, 8).unbind(0)
+    past = torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    bias, times = BiasTables(torch.zeros(2, 2), torch.zeros(2, 64)), torch.arange(9)
+    call = HstuCall(q, k, v, [past], times, bias, 0.3, query_time=9)
+    naive = kernels_hstu.NaiveCachedBackend().hstu_targets(call)
+    torch.testing.assert_close(naive, ReferenceBackend().hstu_targets(call))
+
+
+def test_kernels_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "COPY_BYTES": 1 << 12, "WIDTHS": (3,), "CODES": 20, "LENGTHS": (9,), "CANDIDATES": 4, "PROMPT": 9, "BEAMS": 3,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(kernels_device, name, value)
+    found = checked(list(kernels_device.lines("cpu", 0, 0.0)))
+    assert [line.case.split()[0] for line in found] == ["beam_topk", "hstu_causal", "hstu_targets", "beam_attention"]
+    monkeypatch.setattr(kernels_device, "TOLERANCE", -1.0)
+    with pytest.raises(AssertionError, match="beam_topk"):
+        list(kernels_device.lines("cpu", 0, 0.0))
+
+
+def test_without_kernels_it_says_so() -> None:
+    with pytest.raises(ConfigError, match="bench kernels"):
+        list(kernels.lines("mmx", 0, 0.0))
+
+
+@needs_twin
+def test_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LENGTHS": (1024,), "KS": (32,), "KEPT": (1.0, 0.05)}.items():
+        monkeypatch.setattr(twin, name, value)
+    monkeypatch.setattr("benchmarks.hstu_model.lines", lambda seed: iter(()))
+    found = checked(list(twin.lines(0)))
+    assert [(line.case, line.baseline, line.unit) for line in found] == [
+        (f"n=1024 k=32 kept={kept}", name, "us (model)")
+        for kept in ("100%", "5%")
+        for name in ("full sort", "top-k, no filter")
+    ]
+    real = Twin.masked_topk
+    monkeypatch.setattr(Twin, "masked_topk", lambda self, logits, *rest, **more: real(self, -logits, *rest, **more))
+    with pytest.raises(AssertionError, match="masked_topk is wrong"):
+        next(twin.lines(0))
+
+
+def test_the_model_gives_the_published_time() -> None:
+    """Of pto-isa's sample: 3.24 us for a row of 1024 on one core of an A3; the model is of that size, no better."""
+    assert twin.modelled_us(twin.full_sort(1024, 1000)) == pytest.approx(3.24, rel=0.25)
+
+
+def test_cascade() -> None:
+    found = checked(list(cascade.lines("cpu", (64,), 2, 3, 0)))
+    assert [line.baseline for line in found] == ["no relay"] * 4
+    assert [line.target is None for line in found] == [False] * 3 + [True]
+
+
+def test_trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trunk, "HALVINGS", 1)
+    monkeypatch.setattr(trunk, "LEAST_GOAL_S", 0.5)
+    write_checkpoint(tmp_path / "checkpoint", tiny_order(), retrieval=True)
+
+    def written(**sections: object) -> Path:
+        (tmp_path / "serve.yaml").write_text(yaml.safe_dump(to_table(make_config(tmp_path, **sections))))
+        return tmp_path / "serve.yaml"
+
+    path = written(**section(tmp_path))
+    found = list(trunk.lines(path, ("recommend.max_candidates=50",), (40,), 0.05, 5, 0))
+    assert [line.baseline for line in found] == ["a rank of as many", "two models", "two models"]
+    assert all("L=40 M=50" in line.case and line.ours > 0 for line in found)
+    assert found[0].target == pytest.approx(1 / 1.5)
+    with pytest.raises(ConfigError, match="needs recommend"):
+        list(trunk.lines(written(), (), (40,), 0.05, 5, 0))
