@@ -28,7 +28,7 @@ from benchmarks.frame import Line
 from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.computed import time_column
 from npu_gr.dataset import PrepareOptions, prepare
-from npu_gr.dataset.arrow import pa
+from npu_gr.dataset.cells import pa
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.train.data import Bools, InteractionLog, build_log
 from npu_gr.train.metrics import F64, auc

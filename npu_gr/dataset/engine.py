@@ -21,7 +21,7 @@ from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, Re
 if TYPE_CHECKING:
     from npu_gr.dataset.sources import Mended, Source
 
-MEMORY = "160MB"  # of DuckDB; what does not fit goes to disk
+MEMORY = "100MB"  # of DuckDB; what does not fit goes to disk
 MAX_THREADS = 4
 MENDED_ROWS = 20_000  # that are added at once
 _POLL_S = 0.2

@@ -21,12 +21,12 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
 from npu_gr.core.words import counted
 from npu_gr.dataset.cells import pa
-from npu_gr.dataset.rejects import CODES, RejectReason
+from npu_gr.dataset.rejects import CODES, UNSURE, RejectReason
 
 OnProgress = Callable[[float], None]
 """Called with the share of the source that was read, 0 to 1."""
 
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 4 << 20
 MAX_ROW_LINES = 100  # over which the cells of a row may go; a quote that is open for longer is a stray one
 MAX_LINE_BYTES = 64 << 20
 MAX_MEMBER_BYTES = 64 << 20  # of a user and the items in a nested file
@@ -97,18 +97,17 @@ def line_batches(path: Path, num_skipped: int, on_progress: OnProgress) -> Itera
     """Read a file's lines as DuckDB would: Arrow batches of `line`, null where it is empty, and `state`."""
     for lines in read_lines(path, on_progress):
         texts = [line.decode(errors="replace") or None for line in lines[num_skipped:]]
-        not_utf8 = CODES[RejectReason.NOT_UTF8]
-        states = [0 if _is_utf8(line) else not_utf8 for line in lines[num_skipped:]]
+        states = list(map(_state, lines[num_skipped:]))
         num_skipped = max(0, num_skipped - len(lines))
         yield pa.record_batch([pa.array(texts, pa.string()), pa.array(states, pa.int8())], ["line", "state"])
 
 
-def _is_utf8(line: bytes) -> bool:
+def _state(line: bytes) -> int:
     try:
         line.decode()
     except UnicodeDecodeError:
-        return False
-    return True
+        return CODES[RejectReason.NOT_UTF8]
+    return UNSURE if b"\r" in line else 0
 
 
 class Row(NamedTuple):
@@ -176,7 +175,7 @@ def _parsed(
         UnicodeError, csv.Error: the line is no row, and no beginning of one.
     """
     text = line.decode()
-    if not quote or quote not in text:
+    if not quote or (quote not in text and "\r" not in text):
         return text.split(delimiter), 0
     if not _is_open(text, delimiter, quote):
         return parse(text, delimiter, quote), 0

@@ -240,7 +240,7 @@ class Log:
                 joins.append(f"LEFT JOIN feature_{place} f{place} ON f{place}.name = l.f{place}")
         query = (
             f"SELECT {', '.join(columns)} FROM log l {' '.join(joins)} WHERE l.reason = 0 "
-            f"ORDER BY u.code % {NUM_PARTS}, u.code, {time_us}, l.n"
+            f"ORDER BY (u.code % {NUM_PARTS}) * {2**32} + u.code, {time_us}, l.n"
         )
         for batch in self._con.sql(query).to_arrow_reader(BATCH_ROWS):
             yield {name: batch[name].to_numpy(zero_copy_only=False) for name in batch.schema.names}

@@ -545,7 +545,8 @@ def _json_sql(lines: str, columns: Sequence[str], kinds: Sequence[str]) -> str:
         cells.append(f"{_json_cell_sql(value, is_list=is_list_type(kind))} AS c{n}")
     odd = r"""(?i)[:\[,]\s*[+-]?(nan|inf)|,\s*[\]}]|[-:\[,]\s*\+|^\s*[\[{]\s*,"""
     state = (
-        f"CASE WHEN line IS NULL OR trim(line, E' \\t\\r\\n') = '' THEN {SKIPPED} WHEN state <> 0 THEN state "
+        f"CASE WHEN line IS NULL OR trim(line, E' \\t\\r\\n') = '' THEN {SKIPPED} "
+        f"WHEN state > 0 THEN {CODES[RejectReason.NOT_JSON]} WHEN state < 0 THEN state "
         f"WHEN NOT json_valid(line) OR regexp_matches(line, {literal(odd)}) THEN {UNSURE} "
         f"WHEN NOT starts_with(ltrim(line), '{{') THEN {CODES[RejectReason.NOT_JSON]} ELSE 0 END"
     )

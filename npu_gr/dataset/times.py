@@ -175,7 +175,8 @@ def _scaled_sql(unit: str) -> str:
         most = _MOST // factor
         whole = f"greatest(least(time_whole, {most}), -{most}) * {factor}"
         broken = f"floor(time_broken * {factor})"
-    return f"coalesce({whole}, CAST(greatest(least({broken}, 9e18), -9e18) AS BIGINT))"
+    broken = f"CAST(greatest(least({broken}, 9e18), -9e18) AS BIGINT)"
+    return f"CASE WHEN time_whole IS NOT NULL THEN {whole} WHEN time_broken IS NOT NULL THEN {broken} END"
 
 
 def _iso_sql(text: str) -> str:

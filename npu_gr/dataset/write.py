@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +93,12 @@ def write_events(
     path = folder / EVENTS
     make_private(path)
     done = 0
-    with path.open("wb") as file, pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer:
+    with (
+        path.open("wb") as file,
+        pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer,
+        ThreadPoolExecutor(1) as aside,  # a group is packed while DuckDB makes the next one
+    ):
+        packing: Future[None] | None = None
         for rows in _grouped(_distinct(log.sorted_rows(), counts, keep_duplicates)):
             action = actions.of(rows)
             time = rows["time_us"] // US_PER_S
@@ -104,9 +110,13 @@ def write_events(
             arrays = [pa.array(column) for column in columns[: len(fields)]]
             for one, known, cells in zip(features, log.feature_values, columns[len(fields) :], strict=True):
                 arrays.append(one.column(cells, known))
-            writer.write_table(pa.table(arrays, schema=schema))
+            if packing is not None:
+                packing.result()
+            packing = aside.submit(writer.write_table, pa.table(arrays, schema=schema))
             done += len(action)
             show(done / log.num_rows)
+        if packing is not None:
+            packing.result()
     show(1.0)
     return counts
 
