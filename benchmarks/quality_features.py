@@ -37,7 +37,7 @@ from npu_gr.train.rank.fit import fit
 from npu_gr.train.rank.held_out import hold_out
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes, count_order, fit_order, retrieved_lists
+from npu_gr.train.rank.order import NUM_FOLLOWERS, ListSizes, count_order, fit_order, retrieved_lists
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.tasks import CLICK, LIKE, positives
 from npu_gr.train.steps import TrainingProgress
@@ -199,7 +199,7 @@ def _figures(log: InteractionLog, items: Sequence[ItemValues], likes: Bools, opt
     features = choose_features(held_out.log, items, TASKS, options)
     fitted = fit(held_out.log, items, TASKS, options, held_out.targets, "ranker", _ignore, features=features)
     counted = count_order(held_out.log, CLICK.name)
-    sizes = ListSizes(options.num_retrieved, options.num_followers, options.num_neighbours)
+    sizes = ListSizes(options.num_retrieved, NUM_FOLLOWERS, options.num_neighbours)
     lists = list(retrieved_lists(LogInputs(log, fitted.model), fitted.model, counted, held_out.targets, sizes))
     order = fit_order(counted, log, lists, held_out.targets)
     ranker, _ = evaluate_ranker(

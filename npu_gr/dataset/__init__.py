@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from npu_gr.dataset.build import PreparedDataset, PrepareOptions, prepare
+    from npu_gr.dataset.build import PreparedDataset, prepare
     from npu_gr.dataset.files import Dataset, read_dataset
+    from npu_gr.dataset.options import PrepareOptions
     from npu_gr.features.interactions import Interactions
 
 __all__ = ["Dataset", "PrepareOptions", "PreparedDataset", "prepare", "read_dataset", "read_log"]

@@ -4,7 +4,7 @@
     sort     names become codes; by user and time, without exact duplicates, into events.parquet
     publish  the finished folder takes the place of `out`
 
-Memory is bounded (`engine.MEMORY`) but for the names of users and items and the files beside the log.
+Memory is bounded (`engine.MOST_MB`) but for the names of users and items and the files beside the log.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def prepare(
         make_private(folder / REJECTED)
         with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
             build = _Build(source, item_source, user_source, options, rejected)
-            with opened(folder / "spill") as con, told(source.name, OTHERS):
+            with opened(folder / "spill", source.num_bytes) as con, told(source.name, OTHERS):
                 manifest = build.run(con, folder, old, on_stage)
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(text, encoding="utf-8")

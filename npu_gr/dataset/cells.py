@@ -36,7 +36,9 @@ _MISSING_PATTERN = "|".join(map(re.escape, sorted(MISSING)))
 _WHOLE_WITH_POINT = r"^(-?\d+)\.0*$"
 _WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
 _FLOATS = ("FLOAT", "DOUBLE")
-_INTEGERS = tuple(f"{sign}{size}" for sign in ("", "U") for size in ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT"))
+_INTEGERS = tuple(
+    f"{sign}{size}" for sign in ("", "U") for size in ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT")
+)
 
 
 def is_text(array: Any) -> bool:

@@ -21,12 +21,13 @@ from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, Re
 if TYPE_CHECKING:
     from npu_gr.dataset.sources import Mended, Source
 
-MEMORY = "100MB"  # of DuckDB; what does not fit goes to disk
+LEAST_MB, MOST_MB = 100, 512  # of memory for DuckDB, a third of the logs between them; what does not fit goes to disk
+PACKED_RATIO = 5  # of the bytes of a packed file to what is in it
 MAX_THREADS = 4
 MENDED_ROWS = 20_000  # that are added at once
 _POLL_S = 0.2
-_CONFIG = {
-    "memory_limit": MEMORY,
+_CONFIG: dict[str, Any] = {
+    "memory_limit": f"{LEAST_MB}MB",
     "threads": min(MAX_THREADS, os.cpu_count() or 1),
     "python_enable_replacements": False,
     "autoinstall_known_extensions": False,
@@ -35,11 +36,17 @@ _CONFIG = {
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Any]:
-    """Yield a connection whose tables go to a folder where they are large: its owner's alone, deleted in the end."""
+def opened(folder: Path, num_bytes: int) -> Iterator[Any]:
+    """Yield a connection whose tables go to a folder where they are large: its owner's alone, deleted in the end.
+
+    Args:
+        folder: made.
+        num_bytes: of what is read, as far as it is known.
+    """
     folder.mkdir(mode=0o700)
     try:
         with in_memory(folder) as con:
+            con.execute(f"SET memory_limit = '{min(MOST_MB, max(LEAST_MB, num_bytes // 3_000_000))}MB'")
             yield con
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -65,6 +72,8 @@ def told(name: str, remedy: str = "") -> Iterator[None]:
         yield
     except duckdb.InterruptException as error:
         raise KeyboardInterrupt from error
+    except duckdb.OutOfMemoryException as error:
+        raise DataError(f"{name}: over {MOST_MB} MB of memory are needed; prepare it in parts") from error
     except duckdb.Error as error:
         _raise_if_full(error)
         first = str(error).partition("\n")[0]
@@ -79,9 +88,7 @@ def _raise_if_full(error: Exception) -> None:
 class Table:
     """What was read of a source: a view `name` of DuckDB, with the place `n` of each row among all of them."""
 
-    def __init__(
-        self, con: Any, name: str, source: Source, columns: Sequence[str], wrap: Callable[[str], str]
-    ) -> None:
+    def __init__(self, con: Any, name: str, source: Source, columns: Sequence[str], wrap: Callable[[str], str]) -> None:
         """Read nothing yet.
 
         Args:

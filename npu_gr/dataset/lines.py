@@ -57,9 +57,7 @@ def read_chunks(path: Path, on_progress: OnProgress = ignore_progress) -> Iterat
             stream = pa.CompressedInputStream(raw, packed) if packed else raw
             while chunk := stream.read(BLOCK_BYTES):
                 if not num_bytes and chunk.startswith(_UTF16_MARKS):
-                    raise DataError(
-                        f"{path}: UTF-16, not UTF-8; iconv -f UTF-16 -t UTF-8 {path} > NEW converts it"
-                    )
+                    raise DataError(f"{path}: UTF-16, not UTF-8; iconv -f UTF-16 -t UTF-8 {path} > NEW converts it")
                 yield chunk if num_bytes else chunk.removeprefix(_UTF8_MARK)
                 num_bytes += len(chunk)
                 on_progress(raw.tell() / size)
@@ -67,8 +65,7 @@ def read_chunks(path: Path, on_progress: OnProgress = ignore_progress) -> Iterat
         if packed is None or error.strerror:
             raise DataError(f"{path}: {error.strerror or error}") from error
         raise DataError(
-            f"{path}: damaged or cut short as a {packed} file, "
-            f"after {counted(num_bytes, 'byte')} unpacked: {error}"
+            f"{path}: damaged or cut short as a {packed} file, after {counted(num_bytes, 'byte')} unpacked: {error}"
         ) from error
 
 

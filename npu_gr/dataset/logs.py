@@ -1,7 +1,7 @@
 """A log in DuckDB: what counts of each row, why it cannot be used, and codes for its names.
 
-    log           a row of the log: reason, user, item, time_us, and event or value, and f0, f1, ... of its features
-    users, items, events, feature_0, ...   each distinct text: its code, by the first row that has it
+log           a row of the log: reason, user, item, time_us, and event or value, and f0, f1, ... of its features
+users, items, events, feature_0, ...   each distinct text: its code, by the first row that has it
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
@@ -258,11 +257,11 @@ class Log:
                 found[role] = name_sql(cell[column.name], kinds[column.name], with_point=with_point)
         reasons += _name_reasons("user", RejectReason.LONG_USER, f"length(user) > {MAX_USER_CHARS}")
         reasons += _name_reasons("item", RejectReason.LONG_ITEM, f"strlen(item) > {MAX_NAME_BYTES}")
-        time_us = "0"  # filled from the row's place when it is read
+        time_us, time_reason = "0", "0"  # of a log without times: its place is the time, when it is read
         if columns.time is not None and self.time_kind is not None:
             time = self.time_kind.sql(cell[columns.time.name], kinds[columns.time.name])
             found |= time.parts
-            time_us = time.us
+            time_us, time_reason = time.us, time.reason
             reasons.append("WHEN time_reason <> 0 THEN time_reason")
         if columns.event is not None:
             long = f"length(event) > {MAX_EVENT_CHARS}"
@@ -278,8 +277,7 @@ class Log:
         parts = ", ".join(f"{sql} AS {name}" for name, sql in found.items())
         sql = f"SELECT *, {parts} FROM ({cells})"
         sql = f"SELECT *, {time_us} AS time_us FROM ({sql})"
-        if columns.time is not None and self.time_kind is not None:
-            sql = f"SELECT *, {time.reason} AS time_reason FROM ({sql})"
+        sql = f"SELECT *, {time_reason} AS time_reason FROM ({sql})"
         reason = f"CASE WHEN state <> 0 THEN state {' '.join(reasons)} ELSE 0 END"
         sql = f"SELECT *, CAST({reason} AS TINYINT) AS reason FROM ({sql})"
         kept = ["user", "item", "time_us", *(name for name in found if name in ("event", "value") or name[0] == "f")]
@@ -291,7 +289,8 @@ class Log:
     def _give_codes(self, table: str, column: str) -> None:
         self._con.execute(
             f"CREATE TABLE {table} AS SELECT name, row_number() OVER (ORDER BY n) - 1 AS code "
-            f"FROM (SELECT {column} AS name, min(n) AS n FROM log WHERE reason = 0 AND {column} IS NOT NULL GROUP BY ALL)"
+            f"FROM (SELECT {column} AS name, min(n) AS n FROM log "
+            f"WHERE reason = 0 AND {column} IS NOT NULL GROUP BY ALL)"
         )
 
     def _texts(self, table: str, most: int = -1) -> list[str]:
@@ -325,7 +324,9 @@ def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
     missing = {"user": RejectReason.NO_USER, "item": RejectReason.NO_ITEM, "event": RejectReason.NO_EVENT}[role]
     found = [f"WHEN {role} IS NULL THEN {CODES[missing]}"]
     if role != "event":
-        found.append(f"WHEN contains({role}, '+') AND regexp_matches({role}, '{ROUNDED}') THEN {CODES[RejectReason.ROUNDED]}")
+        found.append(
+            f"WHEN contains({role}, '+') AND regexp_matches({role}, '{ROUNDED}') THEN {CODES[RejectReason.ROUNDED]}"
+        )
     return [*found, f"WHEN {is_long} THEN {CODES[long]}"]
 
 

@@ -220,7 +220,7 @@ def notes_of(what: str, logged: Sequence[str], listed: Mapping[str, int], num_ag
 def _rows(
     con: Any, view: str, source: Source, columns: Sequence[str], rejects: Rejects, show: OnProgress
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read a file beside the log: of each row that can be used its name, which is in the first column, and its cells."""
+    """Read a file beside the log: of each row that can be used its name, of the first column, and its cells."""
     kinds = source.kinds(columns)
     key = name_sql("c0", kinds[0], with_point=has_point(source.sample[columns[0]]))
     if view == "items_file":

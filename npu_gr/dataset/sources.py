@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from npu_gr.core.errors import DataError
 from npu_gr.core.words import quoted
 from npu_gr.dataset.cells import (
-    MAX_CELL_CHARS,
     identifier,
     is_list_type,
     literal,
@@ -31,7 +30,7 @@ from npu_gr.dataset.cells import (
     pq,
     text_sql,
 )
-from npu_gr.dataset.engine import in_memory, told
+from npu_gr.dataset.engine import PACKED_RATIO, in_memory, told
 from npu_gr.dataset.lines import (
     NESTED,
     PACKED,
@@ -110,6 +109,12 @@ class Source:
         self.paths = list(paths)
         self.types: dict[str, str] = {}  # types of columns that the header declares, as atomic files do
         self._sample: dict[str, Any] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files, unpacked as a guess; 0 of a frame."""
+        sizes = ((path.stat().st_size, path.suffix in (*PACKED, ".parquet", ".pq")) for path in self.paths if path.name)
+        return sum(size * (PACKED_RATIO if is_packed else 1) for size, is_packed in sizes)
 
     @property
     def sample(self) -> dict[str, Any]:
@@ -197,9 +202,15 @@ class DelimitedSource(LineSource):
         _refuse_twice(self.columns, f"{path}, line 1")
         for other in self.paths[1:] if not columns else ():
             if self._header(other, _first_line(other)) != cells:
-                raise DataError(f"{other}, line 1: other columns than those of {path}; prepare logs of one kind together")
+                raise DataError(
+                    f"{other}, line 1: other columns than those of {path}; prepare logs of one kind together"
+                )
         shown = "tabs" if self._delimiter == "\t" else repr(self._delimiter)
         self.format = "RecBole atomic file" if self.types else f"cells separated by {shown}"
+
+    def kinds(self, columns: Sequence[str]) -> list[str]:
+        """Texts."""
+        return ["VARCHAR"] * len(columns)
 
     def _header(self, path: Path, line: str) -> list[str]:
         try:
@@ -209,8 +220,7 @@ class DelimitedSource(LineSource):
 
     def _read_sample(self) -> dict[str, Any]:
         rows = chain.from_iterable(
-            read_rows(path, self._delimiter, self._quote, len(self.columns), self.first_number)
-            for path in self.paths
+            read_rows(path, self._delimiter, self._quote, len(self.columns), self.first_number) for path in self.paths
         )
         cells: list[list[str]] = []
         num_rejected = 0
@@ -248,11 +258,16 @@ class DelimitedSource(LineSource):
             )
         # A delimiter between two quotes is none: of the pieces around quotes each second one is between two.
         outside = f"replace(piece, {delimiter}, chr(31))"
-        pieces = f"""list_transform(string_split(line, '"'), lambda piece, place: if(place % 2 = 1, {outside}, piece))"""
+        pieces = (
+            f"""list_transform(string_split(line, '"'), lambda piece, place: if(place % 2 = 1, {outside}, piece))"""
+        )
         quoted_cells = f"""string_split(array_to_string({pieces}, '"'), chr(31))"""
         is_odd = """(length(line) - length(replace(line, '"', ''))) % 2 = 1 OR contains(line, chr(31))"""
-        broken = """len(list_filter(cells, lambda cell: contains(cell, '"') AND NOT regexp_full_match(cell, '(?s)"([^"]|"")*"')))"""
-        unquoted = """CASE WHEN starts_with({0}, '"') THEN replace(substr({0}, 2, length({0}) - 2), '""', '"') ELSE {0} END"""
+        is_broken = """contains(cell, '"') AND NOT regexp_full_match(cell, '(?s)"([^"]|"")*"')"""
+        broken = f"len(list_filter(cells, lambda cell: {is_broken}))"
+        unquoted = (
+            """CASE WHEN starts_with({0}, '"') THEN replace(substr({0}, 2, length({0}) - 2), '""', '"') ELSE {0} END"""
+        )
         cells = ", ".join(f"nullif({unquoted.format(f'cells[{at}]')}, '') AS c{n}" for n, at in enumerate(places))
         return (
             f"SELECT {cells}, CASE WHEN {skipped} WHEN state <> 0 THEN state "
@@ -400,7 +415,7 @@ class TableSource(Source):
         table = "frame" if self._frame is not None else f"read_parquet({_file(path)})"
         found = [self._leaves[name] for name in columns]
         raw = f"SELECT {', '.join(f'{sql} AS c{n}' for n, (sql, _) in enumerate(found))} FROM {table}"
-        kinds = []
+        kinds: list[str] = []
         for _ in range(2):  # to describe a stream may use it up
             if self._frame is not None:
                 con.register("frame", self._stream())
@@ -453,7 +468,9 @@ def _paths(log: Path, kind: str) -> list[Path]:
         if not (paths := [path for path in inside if kind or _suffix(path) in _OF_SUFFIX]):
             raise DataError(f"{log}: a folder without a log; known suffixes: {' '.join(_OF_SUFFIX)}")
         return paths
-    if not has_magic(str(log)) or not (paths := sorted(filter(Path.is_file, map(Path, glob(str(log), recursive=True))))):
+    if not has_magic(str(log)) or not (
+        paths := sorted(filter(Path.is_file, map(Path, glob(str(log), recursive=True))))
+    ):
         raise DataError(f"{log}: no such file")
     return paths
 

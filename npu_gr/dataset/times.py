@@ -190,4 +190,5 @@ def _iso_sql(text: str) -> str:
         (r"^(\d{4}-\d{2}-\d{2}[T ]\d{2})(Z|[+-].*|)$", r"\1:00\2"),
     ):
         other = f"regexp_replace({other}, '{pattern}', '{by}')"
-    return f"CASE WHEN regexp_matches({text}, '{_PLAIN_ISO}') THEN {us} ELSE epoch_us(TRY_CAST({other} AS TIMESTAMPTZ)) END"
+    zoned = f"epoch_us(TRY_CAST({other} AS TIMESTAMPTZ))"
+    return f"CASE WHEN regexp_matches({text}, '{_PLAIN_ISO}') THEN {us} ELSE {zoned} END"

@@ -67,9 +67,7 @@ class ItemCounts(NamedTuple):
     without_events: int  # in the items' file only
 
 
-def write_events(
-    folder: Path, log: Log, actions: Actions, *, keep_duplicates: bool, show: OnProgress
-) -> EventCounts:
+def write_events(folder: Path, log: Log, actions: Actions, *, keep_duplicates: bool, show: OnProgress) -> EventCounts:
     """Write the events.
 
     Args:

@@ -253,7 +253,9 @@ def test_any_bytes_are_a_log_or_are_refused(content: bytes, tmp_path_factory: py
     path.write_bytes(b"user_id,item_id\n" + content)
     source = open_source(path)
     with in_memory() as con:
-        table = Table(con, "log", source, ["user_id", "item_id"], lambda cells: f"SELECT *, state AS reason FROM ({cells})")
+        table = Table(
+            con, "log", source, ["user_id", "item_id"], lambda cells: f"SELECT *, state AS reason FROM ({cells})"
+        )
         table.load(ignore_progress)
         seen = [n + 2 for (n,) in con.execute("SELECT n FROM log WHERE reason >= 0").fetchall()]
     assert len(set(seen)) == len(seen)
