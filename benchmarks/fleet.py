@@ -5,6 +5,7 @@ An open loop at a rate that two of the three bear. A rank that fails is one that
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -16,7 +17,7 @@ import msgspec
 
 from benchmarks.frame import Line, compared, tell
 from benchmarks.loadgen import LoadStream, StreamCounts, drive
-from benchmarks.servers import BEHIND_PROXY, RELOAD, Process, instance, proxy, running
+from benchmarks.servers import Process, behind, proxy, running
 
 SIZE = 3
 PER_S = 100.0
@@ -43,11 +44,11 @@ def lines(
         ConfigError: HAProxy is not installed.
         Unavailable: something does not start.
     """
-    made = [instance(f"of fleet {n}", checkpoint, folder, (*overrides, *BEHIND_PROXY)) for n in range(SIZE)]
+    made = [behind(f"of fleet {n}", checkpoint, folder, overrides) for n in range(SIZE)]
     with ExitStack() as stack:
         for one in made:
             stack.enter_context(running(one.name, one))
-        front = proxy("fleet", [one.port for one in made], folder)
+        front = proxy("fleet", made, folder)
         stack.enter_context(running("fleet", front))
         time.sleep(READY_S)
         victim = made[0]
@@ -70,7 +71,9 @@ def lines(
                 _restart(one)
 
         def reloaded() -> None:
-            front.signal(RELOAD)
+            file = folder / "fleet.yaml"
+            file.write_text(json.dumps({**json.loads(file.read_text()), "idle_s": 74.0}))
+            front.signal(signal.SIGHUP)
 
         events: list[tuple[str, Callable[[], None]]] = [
             ("one is killed", killed),

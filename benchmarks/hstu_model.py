@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.ascend_twin import KINDS, Machine, Twin
 from benchmarks.frame import Line, compared
-from benchmarks.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 from npu_gr.backend.calls import BiasTables
 from npu_gr.backend.npu.hstu_batch import Entry, batch_times, layer_tables, relative
 from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
+from tests.ops.ascend_twin import KINDS, Machine, Twin
+from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 HEADS = 4
 DIM = 64  # of a head

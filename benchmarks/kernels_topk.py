@@ -19,8 +19,8 @@ from benchmarks.frame import Line, compared
 from benchmarks.roofs import cpu_s
 from npu_gr.backend.calls import Choices, Continuations, TopkCall
 from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.cpu.beams import NativeTopk
 from npu_gr.backend.cpu.library import Native
-from npu_gr.backend.cpu.topk import NativeTopk
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import Tables

@@ -18,9 +18,9 @@ import msgspec
 
 from npu_gr.core.errors import ConfigError
 
-SOURCES = ("loadgen.c", "loadgen_answer.h", "loadgen_stats.h", "loadgen_stream.h")
+SOURCE = Path(__file__).with_name("loadgen.c")
 FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
-BIN_S = 0.05  # `BIN_NS` of loadgen_stats.h
+BIN_S = 0.05  # `BIN_NS` there
 PATIENCE_S = 30.0  # beside the streams' own time; then the client hangs
 
 
@@ -87,8 +87,6 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     span_s: float
     server_cpu_s: float  # of all watched processes, while the stream ran
-    main_thread_cpu_s: float  # of the first watched process's main thread
-    main_thread_wait_s: float  # that it was ready to run and others had the cores
     due: int
     unsent: int  # of the timeouts: no connection was free
     in_time: int
@@ -98,8 +96,6 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
     timeouts: int
     errors: int  # the connection failed or closed in the middle
     answered_ms: ClientTimes  # in time or late, from the due instant
-    refused_ms: ClientTimes
-    late_start_ms: ClientTimes  # of the client itself, in open loops
     bins: list[tuple[int, int, int, int, int, int]]  # by when due, 50 ms each: in_time, late, refused, other, ...
 
     @property
@@ -147,9 +143,7 @@ def compiled(build: Path = Path("build")) -> Path:
     Raises:
         ConfigError: there is no C compiler, or it failed.
     """
-    folder = Path(__file__).parent
-    texts = [(folder / name).read_bytes() for name in SOURCES]
-    program = build / f"loadgen-{hashlib.sha256(b''.join(texts)).hexdigest()[:12]}"
+    program = build / f"loadgen-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
     if program.exists():
         return program.absolute()
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
@@ -157,9 +151,7 @@ def compiled(build: Path = Path("build")) -> Path:
         raise ConfigError("bench: the load generator is in C and there is no cc, gcc or clang here")
     build.mkdir(parents=True, exist_ok=True)
     fresh = program.with_name(f"{program.name}.{os.getpid()}")
-    done = subprocess.run(
-        [compiler, *FLAGS, "-o", str(fresh), str(folder / SOURCES[0]), "-lm"], capture_output=True, text=True
-    )
+    done = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"], capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"bench: {compiler} failed: {done.stderr.strip()}")
     fresh.replace(program)
@@ -176,7 +168,6 @@ def drive(
     goal_s: float = 0.05,
     deadline_s: float = 1.0,
     path: str = "/v1/rank",
-    respect_retry_after: bool = False,
 ) -> ClientReport:
     """Run the client once.
 
@@ -189,7 +180,6 @@ def drive(
         goal_s: an answer is in time within it, from the due instant.
         deadline_s: the client gives up after it, unless the request names its own budget.
         path: of the POST.
-        respect_retry_after: closed clients wait as a 429 says; else they send again at once.
 
     Raises:
         ConfigError: the client cannot be compiled, or it failed.
@@ -202,8 +192,6 @@ def drive(
         command += ["--watch", ",".join(map(str, watch))]
     if pause is not None:
         command += ["--pause", f"{pause.pid},{pause.at_s},{pause.for_s}"]
-    if respect_retry_after:
-        command.append("--respect-retry-after")
     most_s = max(stream.to_s for stream in streams) + deadline_s + PATIENCE_S
     done = subprocess.run(command, capture_output=True, text=True, timeout=most_s)
     if done.returncode:

@@ -24,8 +24,8 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.history import HistoryReport, UserKey
 from npu_gr.core.kinds import RANK
 from npu_gr.core.request import Outcome, RankAnswer, Reason
+from npu_gr.core.trace import CURRENT, begin
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.trace import CURRENT, begin
 from npu_gr.model.hstu import HSTU
 from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.access_log import log as request_log
@@ -59,7 +59,7 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
     def count() -> None:
         metrics.requests.in_flight.inc()
         metrics.rank.history_read(ANSWER.history)
-        metrics.engine.batch_done(1, 100)
+        metrics.engine.batch_done("rank", 1, 100)
         metrics.engine.worked("rank", 2e-3)
         metrics.relay.first_used(0.05)
         metrics.rank.answered(ANSWER)

@@ -44,7 +44,7 @@ from npu_gr.train.rank.train import train_rank
 from npu_gr.train.retrieve.train import RetrieveOptions, train_retriever
 from npu_gr.train.site.options import options_for
 
-PARTS = ("match", "next", "codes", "features", "zozotown", "cold")
+PARTS = ("match", "next", "codes", "cold")
 OPTIONS = (
     option("--pairs", type=FILE, help="Folder with a folder of train.txt, perhaps test.txt, for each domain."),
     option("--log", "logs", multiple=True, type=FILE, help="Of the next item, MovieLens-100K if absent; repeatable."),
@@ -54,7 +54,7 @@ OPTIONS = (
         "parts",
         multiple=True,
         type=click.Choice(PARTS),
-        help="Run these parts; the last three run only if they are named.",
+        help="Run these parts; cold runs only if it is named.",
     ),
     option("--seeds", default=3, type=COUNT, help="Trainings of each model."),
     option("--quick", is_flag=True, help="One seed and few steps: shows that everything runs, in minutes."),
@@ -89,7 +89,6 @@ class Effort:
     given_codes: GenerateOptions  # with given semantic IDs
     own_codes: GenerateOptions
     rank: TrainOptions
-    features: TrainOptions  # with groups of features: long enough to tell them apart
     sasrec: SASRecOptions
 
 
@@ -106,7 +105,6 @@ FULL = Effort(
     given_codes=_unserved(BEAUTY_GIVEN),
     own_codes=_unserved(BEAUTY),
     rank=_unserved(msgspec.structs.replace(PRESETS["demo"], split="leave-one-out")),
-    features=_unserved(msgspec.structs.replace(PRESETS["demo"], num_layers=1, epochs=4)),
     sasrec=SASRecOptions(),
 )
 QUICK = Effort(
@@ -117,7 +115,6 @@ QUICK = Effort(
     given_codes=_unserved(msgspec.structs.replace(BEAUTY_GIVEN, epochs=1, validate_every=1, test_users=500)),
     own_codes=_unserved(msgspec.structs.replace(BEAUTY, epochs=1, validate_every=1, test_users=500)),
     rank=_unserved(msgspec.structs.replace(PRESETS["quick"], epochs=1, split="leave-one-out")),
-    features=_unserved(msgspec.structs.replace(PRESETS["quick"], num_layers=1, epochs=1)),
     sasrec=SASRecOptions(epochs=2),
 )
 """Shows that everything runs, in minutes; nothing is trained to its end, so `ok` may well be false."""
@@ -145,8 +142,6 @@ def lines(
         ConfigError: a part is named whose data are not.
     """
     from benchmarks.quality_cold import cold_lines, warm_lines
-    from benchmarks.quality_features import movielens_lines
-    from benchmarks.quality_zozotown import zozotown_lines
 
     for name, folder in (("--pairs for match", pairs), ("--codes for codes", codes)):
         if folder is None and name.rpartition(" ")[2] in parts:
@@ -164,10 +159,6 @@ def lines(
             yield from next_lines(read_log(log), log.name, effort)
     if codes is not None and (not parts or "codes" in parts):
         yield from codes_lines(read_log(codes / "inter.json"), codes / "index_rqvae.json", codes.name, effort)
-    if "features" in parts:
-        yield from movielens_lines(effort.features, effort.seeds)
-    if "zozotown" in parts:
-        yield from zozotown_lines(effort.seeds[0])
 
 
 def match_lines(folder: Path, effort: Effort) -> Iterator[Line]:

@@ -176,6 +176,7 @@ class Process:
         """
         self.name = name
         self.port = port
+        self.agent_port = 0  # HAProxy's agent-check
         self.log = folder / f"{slug(name)}.log"
         self._command = list(command)
         self._ready = ready
@@ -309,41 +310,23 @@ def has_fastapi() -> bool:
     return all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn"))
 
 
-# How an instance behind the proxy is configured: the queue is the proxy's. A stand-in until `npu-gr route` has it.
-BEHIND_PROXY: tuple[str, ...] = ADMISSION_OFF
-_HAPROXY = """\
-global
-  nbthread 1
-  maxconn 8000
-defaults
-  mode http
-  timeout connect 250ms
-  timeout client 30s
-  timeout server 5s
-  timeout queue 35ms
-  timeout http-request 5s
-  http-reuse always
-  retries 2
-  retry-on conn-failure empty-response 503
-  option redispatch 1
-frontend f
-  bind 127.0.0.1:{port} backlog 4096
-  default_backend b
-backend b
-  balance hash req.hdr(x-user-id)
-  hash-type consistent
-  option httpchk GET /readyz
-  http-after-response set-status 429 if {{ status 503 }}
-"""
+def behind(
+    name: str, checkpoint: Path, folder: Path, overrides: Sequence[str] = (), config: Path | None = None
+) -> Process:
+    """An instance that tells the proxy in front how much it takes; the arguments are those of `instance`."""
+    agent_port = free_port()
+    made = instance(name, checkpoint, folder, (*overrides, f"server.agent_port={agent_port}"), config)
+    made.agent_port = agent_port
+    return made
 
 
-def proxy(name: str, ports: Sequence[int], folder: Path) -> Process:
+def proxy(name: str, instances: Sequence[Process], folder: Path) -> Process:
     """HAProxy in front of instances, by the file that `npu-gr route` writes.
 
     Args:
-        name: of its log.
-        ports: of the instances, those included that will start later.
-        folder: for its file and its log.
+        name: of its files.
+        instances: made by `behind`, those included that will start later.
+        folder: for its files.
 
     Raises:
         ConfigError: HAProxy is not installed.
@@ -351,16 +334,14 @@ def proxy(name: str, ports: Sequence[int], folder: Path) -> Process:
     if shutil.which("haproxy") is None:
         raise ConfigError("bench: haproxy is not installed")
     port = free_port()
-    servers = [
-        f"  server s{at} 127.0.0.1:{each} check inter 250ms fall 1 rise 1 maxconn 8 maxqueue 64"
-        for at, each in enumerate(ports)
+    listed = [
+        {"name": f"gr-{at}", "host": "127.0.0.1", "port": one.port, "admin_port": 0, "agent_port": one.agent_port}
+        for at, one in enumerate(instances)
     ]
-    file = folder / f"{slug(name)}.cfg"
-    file.write_text(_HAPROXY.format(port=port) + "\n".join(servers) + "\n")
-    return Process(name, ["haproxy", "-W", "-f", str(file)], port, folder, "/readyz")
-
-
-RELOAD = signal.SIGUSR2  # what `proxy` takes as a request to read its file again
+    settings = {"port": port, "admin_port": free_port(), "discovery": {"instances": listed}}
+    file = folder / f"{slug(name)}.yaml"
+    file.write_text(json.dumps(settings))
+    return Process(name, [sys.executable, "-m", "npu_gr", "route", "--config", str(file)], port, folder, "/readyz")
 
 
 def _tree(pid: int) -> list[int]:

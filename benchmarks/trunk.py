@@ -31,9 +31,9 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, RECOMMEND
 from npu_gr.core.request import OrderName, RankRequest, RecommendRequest, SourceName
 from npu_gr.features.store import HistoryConfig
+from npu_gr.jobs.service import Service
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, load
-from npu_gr.service.service import Service
 
 OPTIONS = (
     option("--config", type=FILE, required=True, help="Of a site, with a trunk and a generator."),

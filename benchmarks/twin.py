@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks import hstu_model
-from benchmarks.ascend_twin import Machine, Twin, packed
 from benchmarks.frame import SEED, Line, compared
+from tests.ops.ascend_twin import Machine, Twin, packed
 
 OPTIONS = (SEED,)
 LENGTHS = (1024, 8192, 65_536)

@@ -19,6 +19,7 @@ from blockbuster import blockbuster_ctx
 
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import KINDS
+from npu_gr.jobs.service import Service
 from npu_gr.model.order import Order
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
@@ -27,7 +28,6 @@ from npu_gr.server.rpc.server import RPC
 from npu_gr.server.run import make_runner
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, from_table
-from npu_gr.service.service import Service
 from tests.models import tiny_model
 
 FIRST_ID = 1000  # external ids are rows + this

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
+from npu_gr.core.settings import to_table
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.service.config import to_table
 from tests.models import tiny_model
 from tests.serving import make_config
 

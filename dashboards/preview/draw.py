@@ -16,7 +16,7 @@ from typing import Any
 
 from collect import collect
 
-from npu_gr.replay.svg import areas, axis, lines
+from npu_gr.replay.page import Axis, areas, lines
 
 WIDTH = 1216
 ROW_PX = 36  # of a row of the grid, which has 24 columns
@@ -28,10 +28,7 @@ h1 { font-size: 19px; margin: 12px 16px; } .grid { position: relative; }
   border: 1px solid #d5d9e0; border-radius: 6px; }
 .row { position: absolute; font-weight: 600; padding: 8px 16px; }
 .big { font-size: 36px; text-align: center; margin: 12px 0; white-space: nowrap; }
-svg { width: 100%; height: auto; display: block; } svg text { font-size: 17px; fill: #16191f; }
-.axis { stroke: #555; fill: none; } .grid path.grid { stroke: #d5d9e0; stroke-width: .7; }
-.key { font-size: 12px; white-space: nowrap; margin-right: 12px; }
-.key i { display: inline-block; width: 9px; height: 9px; margin-right: 4px; }
+svg { width: 100%; height: auto; display: block; }
 """
 
 
@@ -43,13 +40,12 @@ def drawn(panel: dict[str, Any], series: list[dict[str, Any]], start: float, end
         last = [value for values in found.values() for value in values.values() if math.isfinite(value)][-1:]
         return f'<div class="big">{f"{last[0]:.4g} {unit}" if last else "no data"}</div>'
     instants = sorted({at for values in found.values() for at in values})
-    x = axis("minutes", [0.0, (end - start) / 60])
+    x = Axis("minutes", high=(end - start) / 60)
     if panel["fieldConfig"]["defaults"]["custom"]["stacking"]["mode"] == "normal":
         points = {n: [((at - start) / 60, _finite(v.get(at, 0.0))) for at in instants] for n, v in found.items()}
-        return areas(points, x, unit) if points else "no data"
+        return areas(points, x, Axis(unit)) if points else "no data"
     curves = {name: [((at - start) / 60, value) for at, value in sorted(v.items())] for name, v in found.items()}
-    y = axis(unit, [value for points in curves.values() for _, value in points])
-    return lines(curves, x, y)
+    return lines(curves, x, Axis(unit))
 
 
 def _finite(value: float) -> float:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from npu_gr.backend.base import Arrangement, accumulator, bias_bucket
-from npu_gr.backend.best_items import Best, Hidden, top_k
+from npu_gr.backend.best_items import Best, Hidden, edges_of, select, top_k
 from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
 from npu_gr.backend.single_stream import SingleStream
 from npu_gr.backend.tiles import Slab, Tiles, natural, pack
-from npu_gr.backend.topk import edges_of, select
 
 ROWS = 256  # query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
 COLUMNS = 2048

@@ -33,6 +33,8 @@ GONE = {
     "init": "npu-gr config > serve.yaml; each trainer writes one that serves its model",
     "monitor": "npu-gr demo --monitor",
     "proto": "the Open Inference Protocol's own .proto file",
+    "replay convert access-log": "npu-gr replay convert sql: DuckDB reads the log, docs/own-data.md has queries",
+    "replay convert log": "zstd and gzip pack and unpack a log; npu-gr replay reads both",
     "record purge": "npu-gr record --purge FOLDER",
     "record run": "npu-gr record",
     "store check": "npu-gr store WHERE",
@@ -47,7 +49,7 @@ class _Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find a command; one that went is an error that names what takes its place."""
-        for name in (" ".join(args[:2]), args[0]):
+        for name in (" ".join(args[:3]), " ".join(args[:2]), args[0]):
             if name in GONE:
                 raise click.UsageError(f"npu-gr {name} went: {GONE[name]}", ctx)
         return super().resolve_command(ctx, args)

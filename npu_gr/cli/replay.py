@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from npu_gr.core.names import ActionNames
     from npu_gr.features.interactions import Interactions
     from npu_gr.replay.convert import ModelVocabulary
-    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.replay.plan import ReplayOptions
     from npu_gr.replay.run import Progress
     from npu_gr.train.data import Split
 
@@ -82,7 +82,7 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
     """Replay a query LOG open loop; latency counts from the time each request was due. Ctrl-C reports what there is."""
     from rich.console import Console
 
-    from npu_gr.replay.html import page
+    from npu_gr.replay.page import page
     from npu_gr.replay.run import replay_from, stop_on_interrupt
     from npu_gr.replay.study import RateSearchOptions, Study, search, sweep
 
@@ -131,7 +131,7 @@ def _cores() -> int:
 
 def _options(given: dict[str, Any]) -> list[ReplayOptions]:
     """The options of each run, from those of the command line."""
-    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.replay.plan import ReplayOptions
 
     speeds = given.pop("speeds")
     rates = given.pop("rates")
@@ -238,27 +238,13 @@ def compare_command(
 
 @replay.group("convert", short_help="Make query logs of other data.")
 def convert() -> None:
-    """Make query logs from ratings, from Mooncake traces, or from logs in another format."""
+    """Make query logs from ratings, from Mooncake traces, or by a query of any log."""
 
 
-OUT = click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz, .jsonl.zst or .parquet")
+OUT = click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz or .jsonl.zst")
 CHECKPOINT = click.option(
     "--checkpoint", type=FILE, help="The model's items and actions; by default those of the ratings."
 )
-
-
-@convert.command("log")
-@click.argument("log", type=FILE)
-@OUT
-@click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
-def convert_log(log: Path, out: Path, bad_lines: str) -> None:
-    """Write a query LOG in another format."""
-    from npu_gr.replay.files import QueryLog, write
-
-    source = QueryLog(log, bad_lines)  # type: ignore[arg-type]
-    click.echo(f"{write(out, source)} records in {out}; {source.num_bad} bad lines")
-    for message in source.bad:
-        click.echo(message, err=True)
 
 
 @convert.command("ratings", short_help="Ranks of each user's newest events.")
@@ -327,41 +313,27 @@ def convert_mooncake(
     click.echo(f"{write(out, records)} records in {out}")
 
 
-@convert.command("access-log")
-@click.argument("logs", nargs=-1, required=True, type=FILE)
+@convert.command("sql", short_help="Records of any file, by a query for DuckDB.")
+@click.argument("query", type=FILE)
 @OUT
-@click.option(
-    "--format", default="json", show_default=True, help="json, common, combined, envoy, or the server's own: '$a [$b]'."
-)
-@click.option(
-    "--field", "fields", multiple=True, metavar="NAME=SOURCE", help="Where a line has it: user_id=request.query.u"
-)
-@click.option("--kind", help="Of all lines, or of those that no --route has.")
-@click.option("--route", "routes", multiple=True, metavar="PATH=KIND", help="PATH may have *; others are left out.")
-@click.option("--stamped", type=click.Choice(["start", "end"]), help="What ts is the time of.  [nginx: end]")
-@click.option("--checkpoint", type=FILE, help="The model's actions, where lines have histories.")
-@click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
-def convert_access_log(
-    logs: tuple[Path, ...],
-    out: Path,
-    fields: tuple[str, ...],
-    routes: tuple[str, ...],
-    checkpoint: Path | None,
-    **given: Any,
-) -> None:
-    """Make a query log of access LOGS.
+@click.option("--checkpoint", type=FILE, help="The model's actions, where histories have them by name.")
+def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
+    """Make a query log of the rows of QUERY, a file with SQL for DuckDB.
 
-    Of nginx, Envoy, or a service that writes JSON lines; the oldest first. Fields are named as docs/own-data.md lists
-    them. Lines that are no request of a user are left out and counted.
+    It reads access logs, JSON lines, CSV, Parquet and databases; a row is a request, its columns the fields of a
+    record. docs/own-data.md has queries for nginx and Envoy.
     """
-    from npu_gr.replay.access_log import AccessLogOptions, AccessLogSource
+    from npu_gr.replay.convert import SqlSource
     from npu_gr.replay.files import in_time_order, write
 
-    named = {"fields": _pairs("--field", fields), "routes": _pairs("--route", routes)}
-    options = _checked(AccessLogOptions, **named, **given)
-    log = AccessLogSource(logs, options, None if checkpoint is None else _actions(checkpoint))
-    write(out, in_time_order(f"{out}: record", enumerate(log, 1)))
-    click.echo("\n".join([*log.told(out), "", f"next: npu-gr replay {out} --url http://127.0.0.1:8080"]))
+    try:
+        text = query.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{query}: {error}") from error
+    source = SqlSource(text, None if checkpoint is None else _actions(checkpoint))
+    num_records = write(out, in_time_order(f"{query}: row", enumerate(source, 1)))
+    kinds = ", ".join(f"{num} {kind}" for kind, num in source.kinds.most_common())
+    click.echo(f"{num_records} records in {out}: {kinds}\n\nnext: npu-gr replay {out} --url http://127.0.0.1:8080")
 
 
 def _actions(checkpoint: Path) -> ActionNames:
@@ -369,18 +341,6 @@ def _actions(checkpoint: Path) -> ActionNames:
     from npu_gr.model.weights import load
 
     return ActionNames(load(checkpoint).action_names)
-
-
-def _pairs(option: str, given: tuple[str, ...]) -> dict[str, str]:
-    pairs = {}
-    for text in given:
-        name, is_one, value = text.rpartition("=") if option == "--route" else text.partition("=")
-        if not (name and is_one and value):
-            raise ConfigError(f"{option} {text}: expected two words with = between them")
-        if name in pairs:
-            raise ConfigError(f"{option} {name}: given twice")
-        pairs[name] = value
-    return pairs
 
 
 def _vocabulary(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:

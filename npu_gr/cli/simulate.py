@@ -85,7 +85,7 @@ def run_command(
 
 def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) -> Callable[[], Iterator[TrafficRequest]]:
     from npu_gr.replay.files import QueryLog
-    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.replay.plan import ReplayOptions
     from npu_gr.simulate.config import UsersConfig
     from npu_gr.simulate.fit import requests_of
     from npu_gr.simulate.users import signals_and_ranks, visits
@@ -171,7 +171,7 @@ def fit_device_command(
     import uvloop
 
     from npu_gr.replay.files import QueryLog
-    from npu_gr.replay.options import ReplayOptions
+    from npu_gr.replay.plan import ReplayOptions
     from npu_gr.simulate.config import write
     from npu_gr.simulate.fit import fit_device, measure
 

@@ -47,11 +47,9 @@ from npu_gr.core.served import ModelInfo
 from npu_gr.core.tls import ClientTlsConfig
 from npu_gr.server.codec.erase import EraseBody
 from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
-from npu_gr.server.codec.features import RankFeatures, RequestFeatures, SignalFeatures
-from npu_gr.server.codec.fields import UserBody
+from npu_gr.server.codec.fields import MOST_ITEMS, ItemOut, RankFeatures, RequestFeatures, SignalFeatures, UserBody
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserWritten
-from npu_gr.server.codec.items import MOST_ITEMS, ItemOut
 from npu_gr.server.codec.match import MatchBody, MatchOut
 from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.codec.rank import RankBody

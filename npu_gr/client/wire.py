@@ -27,7 +27,7 @@ from npu_gr.core.names import item_ids, value_name
 from npu_gr.core.words import quoted
 from npu_gr.server.codec import fields
 from npu_gr.server.codec.events import MAX_KEY, PRINTABLE
-from npu_gr.server.codec.features import RankFeatures, RequestFeatures, SignalFeatures
+from npu_gr.server.codec.fields import RankFeatures, RequestFeatures, SignalFeatures
 from npu_gr.server.codec.generate import GenerateOut
 from npu_gr.server.codec.ingest import UserEvents
 from npu_gr.server.codec.match import MatchOut

@@ -88,7 +88,7 @@ class PageJobs(PassCosts):
     """Copies and overwrites pages as jobs of a scheduler, and knows how long the engine's own passes take."""
 
     def __init__(self, scheduler: Scheduler, backend: Backend, arena: KVArena) -> None:
-        super().__init__(scheduler.wait_s)
+        super().__init__(lambda objective_s: self.scheduler.wait_s(objective_s))
         self.scheduler = scheduler
         self.backend = backend
         self.arena = arena

@@ -152,6 +152,88 @@ class FindPass:
         return self.history.demand.plus(Demand(rows=1 + (self.ahead.max_candidates if self.ahead else 0)))
 
 
+class _Batches:
+    """Says what passes compute: in numbers, for kernels of whole passes, and in tensors."""
+
+    def __init__(self, model: HSTU, arena: KVArena) -> None:
+        self._arena = arena
+        self._next: I64 = np.array([model.items.num_rows])
+        self._has_plain_passes = model.config.has_plain_passes
+
+    def told(self, passes: Sequence[RankPass], *, is_next: bool) -> list[HstuSegment] | None:
+        """Say a batch in numbers; None = the model's passes, or one of these, are not for kernels of whole passes."""
+        if not self._has_plain_passes:
+            return None
+        told = []
+        for work in passes:
+            one = self._one_told(work, is_next=is_next)
+            if one is None:
+                return None
+            told.append(one)
+        return told
+
+    def tensors(self, backend: Backend, passes: Sequence[RankPass], *, is_next: bool) -> list[Segment]:
+        """Make a batch of tensors on the backend's device."""
+        return [self._one(backend, work, is_next=is_next) for work in passes]
+
+    def _one_told(self, work: RankPass, *, is_next: bool) -> HstuSegment | None:
+        """Say in numbers what `_one` makes tensors of; None = pages do not say it all."""
+        tokens, cached = work.tokens, work.cached
+        keep = work.keep
+        start = _start(work)
+        first = 0 if cached else start
+        if keep is not None and first:
+            return None  # its rows stand behind tokens that the pass leaves out
+        runs = keep or (cached.runs if cached else None)
+        event = max(start - tokens.num_user, 0)
+        candidates = self._next if is_next else work.candidates
+        return HstuSegment(
+            start - first,
+            len(tokens) - start,
+            len(candidates),
+            _times(work)[first:],
+            work.candidate_time,
+            None if runs is None else self._arena.paged(runs),
+            keep is not None,
+            HstuIds(tokens.rows[event:], tokens.events.actions[event:], candidates),
+        )
+
+    def _one(self, backend: Backend, work: RankPass, *, is_next: bool) -> Segment:
+        cached = work.cached
+        start = _start(work)
+        times = _times(work)
+        new = work.tokens[start:] if start else work.tokens
+        told = self._one_told(work, is_next=is_next)
+        past = None
+        if cached:
+            arena = self._arena
+            held = cached
+            past = Past(
+                backend.upload(times[:start]),
+                lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
+            )
+        candidates = self._next if is_next else work.candidates
+        return Segment(
+            items=backend.upload(new.rows),
+            actions=backend.upload(new.events.actions.astype(np.int64)),
+            times=backend.upload(times[start:]),
+            candidates=backend.upload(candidates),
+            candidate_time=work.candidate_time,
+            is_next=is_next,
+            past=past,
+            sink=None if work.keep is None else self._arena.sink(work.keep, start),
+            host=None if told is None else HostTokens(told.times, told.pages, told.ids),
+            user=_values(backend, new.user),
+            events=_values(backend, new.features),
+            request=_values(backend, work.features.request),
+            cross=None if is_next else _values(backend, work.features.cross),
+        )
+
+
+def _values(backend: Backend, encoded: Encoded | None) -> FeatureValues | None:
+    return None if encoded is None else FeatureValues(*map(backend.upload, encoded))
+
+
 class RankEngine(PageJobs):
     """One ranker on one backend. Other engines may share its scheduler."""
 
@@ -161,7 +243,7 @@ class RankEngine(PageJobs):
         self.find_s = 0.0  # device seconds of finding items once u is there, until the warm-up has measured them
         self.num_rows = model.config.num_items  # that `find` searches: of trained items, and of new ones that are shown
         self._items: torch.Tensor | None = None  # [spare rows included, d], fp32: what u is compared with
-        self._next: I64 = np.array([model.items.num_rows])
+        self._batches = _Batches(model, arena)
 
     async def prefill(
         self, tokens: Tokens, keep: tuple[PageRun, ...], deadline_at: float, order: JobOrder, first_token: int = 0
@@ -223,7 +305,7 @@ class RankEngine(PageJobs):
         )
         if work.cached is None and done.batch_size == 1:
             self.observe_pass(expected_s, done.device_s)
-        return self._scores(work, done.value, done.queue_s, done.device_s)
+        return _scores(work, done.value, done.queue_s, done.device_s)
 
     async def find(
         self, work: FindPass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""
@@ -269,7 +351,7 @@ class RankEngine(PageJobs):
                     (products,) = self.backend.fetch([self._products(p)])
                     scores[place] = np.concatenate([scores[place], products[:, None]], 1)
             return scores
-        tensors = self.model(self.backend, self._segments(passes, is_next=False))
+        tensors = self.model(self.backend, self._batches.tensors(self.backend, passes, is_next=False))
         for place, p in enumerate(passes):
             if p.vector is not None:
                 tensors[place] = torch.cat([tensors[place], self._products(p)[:, None]], 1)
@@ -290,7 +372,9 @@ class RankEngine(PageJobs):
         if (found := self._at_once(passes, is_next=True)) is not None:
             vectors = self.backend.upload(np.concatenate(found))
         else:
-            vectors = torch.cat(self.model(self.backend, self._segments(passes, is_next=True))).float()
+            vectors = torch.cat(
+                self.model(self.backend, self._batches.tensors(self.backend, passes, is_next=True))
+            ).float()
         host = vectors.cpu().numpy()
         most = max(work.k for work in works)
         best = np.empty((len(works), 0), np.int64)
@@ -308,7 +392,7 @@ class RankEngine(PageJobs):
         """Find, and score what is ranked as it was found, in one call of the device; None = it has none for this."""
         most = max(work.k for work in works)
         passes = [work.history for work in works]
-        told = self._all_told(passes, is_next=True) if most else None
+        told = self._batches.told(passes, is_next=True) if most else None
         if told is None:
             return None
         wanted, least = zip(*(work.scored_as_found for work in works), strict=True)
@@ -316,7 +400,7 @@ class RankEngine(PageJobs):
         found = self.model.whole.find(
             self.backend,
             told,
-            partial(self._segments, passes, is_next=True),
+            partial(self._batches.tensors, self.backend, passes, is_next=True),
             lambda call: HstuFindCall(call, self._table(), self.num_rows, most, hidden, wanted, least),
         )
         if found is None:
@@ -345,7 +429,7 @@ class RankEngine(PageJobs):
         if passes:
             for (place, one), scores in zip(passes.items(), self.forward([*passes.values()]), strict=True):
                 answers[place] = answers[place]._replace(
-                    candidates=one.candidates, scores=self._scores(one, scores), features=one.features
+                    candidates=one.candidates, scores=_scores(one, scores), features=one.features
                 )
         return answers
 
@@ -357,12 +441,6 @@ class RankEngine(PageJobs):
         if self._items is not None:  # a copy where the model is bf16, or normalises its items; the warm-up made it
             self._items[first_row : first_row + len(vectors)] = self.model.items.compared(vectors)
         self.backend.synchronize()
-
-    def _scores(self, work: RankPass, scores: F32, queue_s: float = 0.0, device_s: float = 0.0) -> RankScores:
-        """Part what `forward` returns for a request."""
-        if work.vector is None:
-            return RankScores(scores, None, queue_s, device_s)
-        return RankScores(scores[:, :-1], scores[:, -1], queue_s, device_s)
 
     def _table(self) -> torch.Tensor:
         if self._items is None:
@@ -378,81 +456,12 @@ class RankEngine(PageJobs):
 
     def _at_once(self, passes: Sequence[RankPass], *, is_next: bool) -> list[F32] | None:
         """Run the model over all requests in one call, without a tensor; None = the device does not take them."""
-        told = self._all_told(passes, is_next=is_next)
+        told = self._batches.told(passes, is_next=is_next)
         if told is None:
             return None
-        return self.model.whole.run(self.backend, told, is_next, partial(self._segments, passes, is_next=is_next))
-
-    def _segments(self, passes: Sequence[RankPass], *, is_next: bool) -> list[Segment]:
-        return [self._segment(work, is_next=is_next) for work in passes]
-
-    def _all_told(self, passes: Sequence[RankPass], *, is_next: bool) -> list[HstuSegment] | None:
-        """Say a batch in numbers; None = the model's passes, or one of these, are not for kernels of whole passes."""
-        if not self.model.config.has_plain_passes:
-            return None
-        told = []
-        for work in passes:
-            one = self._told(work, is_next=is_next)
-            if one is None:
-                return None
-            told.append(one)
-        return told
-
-    def _told(self, work: RankPass, *, is_next: bool) -> HstuSegment | None:
-        """Say in numbers what `_segment` makes tensors of; None = pages do not say it all."""
-        tokens, cached = work.tokens, work.cached
-        keep = work.keep
-        start = _start(work)
-        first = 0 if cached else start
-        if keep is not None and first:
-            return None  # its rows stand behind tokens that the pass leaves out
-        runs = keep or (cached.runs if cached else None)
-        event = max(start - tokens.num_user, 0)
-        candidates = self._next if is_next else work.candidates
-        return HstuSegment(
-            start - first,
-            len(tokens) - start,
-            len(candidates),
-            _times(work)[first:],
-            work.candidate_time,
-            None if runs is None else self.arena.paged(runs),
-            keep is not None,
-            HstuIds(tokens.rows[event:], tokens.events.actions[event:], candidates),
+        return self.model.whole.run(
+            self.backend, told, is_next, partial(self._batches.tensors, self.backend, passes, is_next=is_next)
         )
-
-    def _segment(self, work: RankPass, *, is_next: bool = False) -> Segment:
-        cached = work.cached
-        start = _start(work)
-        times = _times(work)
-        new = work.tokens[start:] if start else work.tokens
-        told = self._told(work, is_next=is_next)
-        past = None
-        if cached:
-            arena = self.arena
-            held = cached
-            past = Past(
-                self.backend.upload(times[:start]),
-                lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
-            )
-        candidates = self._next if is_next else work.candidates
-        return Segment(
-            items=self.backend.upload(new.rows),
-            actions=self.backend.upload(new.events.actions.astype(np.int64)),
-            times=self.backend.upload(times[start:]),
-            candidates=self.backend.upload(candidates),
-            candidate_time=work.candidate_time,
-            is_next=is_next,
-            past=past,
-            sink=None if work.keep is None else self.arena.sink(work.keep, start),
-            host=None if told is None else HostTokens(told.times, told.pages, told.ids),
-            user=self._values(new.user),
-            events=self._values(new.features),
-            request=self._values(work.features.request),
-            cross=None if is_next else self._values(work.features.cross),
-        )
-
-    def _values(self, encoded: Encoded | None) -> FeatureValues | None:
-        return None if encoded is None else FeatureValues(*map(self.backend.upload, encoded))
 
     async def warm_up(self, tokens: Tokens, lengths: Sequence[int], candidates: Sequence[int]) -> CostModel:
         """Run every shape twice, time the second run, fit the cost model and keep it.
@@ -494,3 +503,10 @@ def _times(work: RankPass) -> I64:
     """Unix seconds of each token; of a history without events, the user's tokens are as old as the candidates."""
     times = work.tokens.timestamps
     return times if len(work.tokens.rows) else np.full_like(times, work.candidate_time)
+
+
+def _scores(work: RankPass, scores: F32, queue_s: float = 0.0, device_s: float = 0.0) -> RankScores:
+    """Part what `forward` returns for a request."""
+    if work.vector is None:
+        return RankScores(scores, None, queue_s, device_s)
+    return RankScores(scores[:, :-1], scores[:, -1], queue_s, device_s)

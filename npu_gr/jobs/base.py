@@ -21,6 +21,62 @@ class HeldSlot(Protocol):
         ...
 
 
+class Permit(HeldSlot, Protocol):
+    """The right to be served; its block gives it back."""
+
+    @property
+    def arrived_at(self) -> float:
+        """Instant of time.monotonic() at which the request arrived."""
+        ...
+
+    def __enter__(self) -> Permit: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Admission(Protocol):
+    """Admission control, which `npu_gr.server.admission.controller` implements."""
+
+    async def enter(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> Permit:
+        """Wait until a request is admitted. Raises Overloaded."""
+        ...
+
+    def would_reject(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> bool:
+        """Whether `enter` would reject the request at once."""
+        ...
+
+    @property
+    def admitted(self) -> int:
+        """Permits that are held."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        ...
+
+    @property
+    def pressure(self) -> float:
+        """Queued work over the objectives of its requests."""
+        ...
+
+    def counts(self, kind: str) -> dict[str, int]:
+        """Count a kind's requests by where they are: waiting, inside, outside."""
+        ...
+
+    def pace_s(self, kind: str) -> float:
+        """Seconds a request of a kind."""
+        ...
+
+    def window(self, kind: str) -> int:
+        """Requests of a kind that may be active while no other kind is."""
+        ...
+
+    def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
+        """Return how many requests a proxy should send at once: what takes `share` of the objective."""
+        ...
+
+
 class NoSlot:
     """The place of a request that nobody admitted: one inside a cascade, or one that is never refused."""
 

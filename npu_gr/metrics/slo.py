@@ -1,12 +1,16 @@
-"""SLO arithmetic: what a request counts as, which share was good, how much error budget is left. Reads no clock.
+"""SLO arithmetic: what a request counts as, which share was good, how much error budget is left.
 
 Source: Google, The Site Reliability Workbook, chapters 2 and 5.
+
+The arithmetic reads no clock. `RecentAnswers` keeps the newest answers by tenant and by version for the status page, so
+no name is a metric's label.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -157,11 +161,6 @@ class Rolling:
             slot.took[self._power(took_s)] += num
         self._total[place] += num
 
-    def took(self, now_at: float, took_s: float) -> None:
-        """Let the time of an answer that is counted apart be part of its slot's P99."""
-        self.add(now_at, Result.GOOD, 0)
-        self._slots[-1].took[self._power(took_s)] += 1
-
     def over(self, now_at: float, window_s: float) -> Counts:
         """Sum the slots that began within the last `window_s` seconds, `LONGEST_S` at most."""
         oldest = int((now_at - window_s) // SLOT_S)
@@ -201,3 +200,69 @@ class Rolling:
 
 
 _PLACE = {result: index for index, result in enumerate(Result)}
+
+
+NEWEST = 2048  # answers that are kept
+WITHIN_S = 300.0
+
+
+class RecentAnswer(NamedTuple):
+    """One answer of the service."""
+
+    at: float  # on the clock of `RecentAnswers`
+    tenant: str
+    version: str  # of the model that answered; "" = no model did
+    took_s: float
+    is_good: bool  # within its kind's objective
+
+
+class Share(NamedTuple):
+    """What the newest answers of one tenant or version were."""
+
+    num: int
+    per_s: float
+    in_time_ratio: float
+    p99_s: float
+
+
+class RecentAnswers:
+    """The newest answers, at most `NEWEST` of the last `WITHIN_S` seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._began_at = clock()
+        self._newest: deque[RecentAnswer] = deque(maxlen=NEWEST)
+
+    def add(self, tenant: str, version: str, took_s: float, *, is_good: bool) -> None:
+        """Keep an answer."""
+        self._newest.append(RecentAnswer(self._clock(), tenant, version, took_s, is_good))
+
+    def shares(self, name_of: Callable[[RecentAnswer], str]) -> dict[str, Share]:
+        """Sum them up.
+
+        Args:
+            name_of: which share an answer belongs to.
+
+        Returns:
+            The shares by name, the largest first.
+        """
+        now_at = self._clock()
+        recent = [answer for answer in self._newest if answer.at >= now_at - WITHIN_S]
+        since_at = max(self._began_at, now_at - WITHIN_S)
+        if len(self._newest) == NEWEST:  # older ones are gone
+            since_at = max(since_at, self._newest[0].at)
+        span_s = max(now_at - since_at, 1.0)
+        groups: dict[str, list[RecentAnswer]] = {}
+        for answer in recent:
+            groups.setdefault(name_of(answer), []).append(answer)
+        return {name: _share(answers, span_s) for name, answers in sorted(groups.items(), key=lambda one: -len(one[1]))}
+
+
+def _share(answers: list[RecentAnswer], span_s: float) -> Share:
+    times_s = sorted(answer.took_s for answer in answers)
+    return Share(
+        num=len(answers),
+        per_s=len(answers) / span_s,
+        in_time_ratio=sum(answer.is_good for answer in answers) / len(answers),
+        p99_s=times_s[math.ceil(0.99 * len(times_s)) - 1],
+    )

@@ -2,6 +2,9 @@
 
 The page is one HTML text. It loads nothing but its JSON, a `StatusReport`, every two seconds. It holds no data of its
 own, so it is served without an API key; it asks the reader for a key when the server refuses the JSON.
+
+The API console is such a text, too. It reads the OpenAPI document with the reader's key. Browsers may not call the
+public address from a page of the admin address, so for its routes the page makes the `curl` call.
 """
 
 from __future__ import annotations
@@ -117,3 +120,17 @@ def page(endpoint: str) -> str:
     """Make the page; `endpoint` is the path of its JSON on the same server."""
     text = resources.files("npu_gr.metrics").joinpath("status.html").read_text()
     return text.replace("{{endpoint}}", endpoint)
+
+
+def console(endpoint: str, scheme: str, port: int) -> str:
+    """Make the page.
+
+    Args:
+        endpoint: path of the OpenAPI document on the same server.
+        scheme: http or https, of the public address.
+        port: of the public address, which has the host of the page unless its reader says otherwise.
+    """
+    text = resources.files("npu_gr.metrics").joinpath("console.html").read_text()
+    for name, value in (("endpoint", endpoint), ("scheme", scheme), ("port", str(port))):
+        text = text.replace("{{" + name + "}}", value)
+    return text

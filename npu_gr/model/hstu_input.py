@@ -143,14 +143,9 @@ class ItemVectors:
 
     def __init__(self, model: HSTUWeights) -> None:
         self._model = model
-        self._table: Tensor | None = None
+        self.table: Tensor | None = None  # frozen: [num_rows, and NEXT's where the model has it; dim]
         self._num_spare = 0  # of its rows
         self.kept_rows: Tensor | None = None  # of a step with row dropout, see `draw_kept`; None = every residual row
-
-    @property
-    def table(self) -> Tensor | None:
-        """The frozen table [num_rows, and NEXT's where the model has it; dim]; None = there is none yet."""
-        return self._table
 
     def embed(self, rows: Tensor) -> Tensor:
         """Sum up what each item's vector is made of: [...] item rows -> [..., dim]; NEXT is one row."""
@@ -208,16 +203,16 @@ class ItemVectors:
                 next_row = [parts[-1][-1:]] if self._model.config.has_next else []
                 parts[-1] = parts[-1][:-1] if self._model.config.has_next else parts[-1]
                 parts += [parts[0].new_zeros(num_spare, self._model.config.dim), *next_row]
-            self._table = torch.cat(parts)
+            self.table = torch.cat(parts)
             self._num_spare = num_spare
 
     def thaw(self) -> None:
         """Give the table up: the weights have changed."""
-        self._table = None
+        self.table = None
 
     def rows(self, rows: Tensor) -> Tensor:
         """Look up item vectors: [...] item rows -> [..., dim], of the frozen table if there is one."""
-        return self.embed(rows) if self._table is None else self._table[rows]
+        return self.embed(rows) if self.table is None else self.table[rows]
 
     @property
     def num_rows(self) -> int:
@@ -239,14 +234,14 @@ class ItemVectors:
     @torch.inference_mode()
     def write(self, first_row: int, vectors: Tensor) -> None:
         """Write the vectors of new items, [n, dim], into spare rows of the frozen table that nobody reads yet."""
-        assert self._table is not None
+        assert self.table is not None
         assert self._model.config.num_items <= first_row <= self.num_rows - len(vectors)
-        self._table[first_row : first_row + len(vectors)] = vectors
+        self.table[first_row : first_row + len(vectors)] = vectors
 
     def vectors(self) -> Tensor:
         """The vectors that u is compared with, fp32 [num_rows, dim]: the frozen table's, not a copy in fp32."""
-        assert self._table is not None
-        return self.compared(self._table[: self.num_rows])
+        assert self.table is not None
+        return self.compared(self.table[: self.num_rows])
 
     def compared(self, rows: Tensor) -> Tensor:
         """Item rows [..., dim] as u is compared with them, fp32."""

@@ -127,6 +127,10 @@ class WholeCalls:
         self._model = model
         self._rows = rows
         self._answer = answer
+        config = model.config  # which does not change
+        self._has_one_scale = config.scaling == "constant"  # for all requests
+        self._has_plain_head = config.has_plain_head
+        self._has_plain_tokens = config.has_plain_tokens
 
     def run(
         self,
@@ -146,9 +150,9 @@ class WholeCalls:
         Returns:
             What `forward` does, on the host. None = the backend has no such kernel, or not for this model.
         """
-        if self._model.config.scaling != "constant":
-            return None  # one scale for all requests
-        answer = "next" if is_next else "logits" if is_next is False and self._model.config.has_plain_head else "rows"
+        if not self._has_one_scale:
+            return None
+        answer = "next" if is_next else "logits" if is_next is False and self._has_plain_head else "rows"
         found = backend.hstu_whole(self._whole_call(backend, told, segments, answer))
         if found is None:
             return None
@@ -176,8 +180,7 @@ class WholeCalls:
         Returns:
             None = the backend has no such kernel, or not for this model.
         """
-        config = self._model.config
-        if not (config.has_plain_tokens and config.has_plain_head) or config.scaling != "constant":
+        if not (self._has_plain_tokens and self._has_plain_head and self._has_one_scale):
             return None
         return backend.hstu_find(search(self._whole_call(backend, told, segments, "next")))
 
@@ -191,7 +194,7 @@ class WholeCalls:
             self._pass_weights,
             model.dtype if table is None else table.dtype,
             told,
-            None if table is None or not model.config.has_plain_tokens else (table, model.action.weight),
+            None if table is None or not self._has_plain_tokens else (table, model.action.weight),
             partial(self._embedded, segments, backend),
             answer,
         )

@@ -6,7 +6,7 @@ prefill of a tenant with more than its share gives way. The device takes the pre
 in turn, each as if the tenant had its share of the device for itself; those of one tenant run in the
 order in which they came.
 
-Source: start-time fair queueing (Goyal, Vin, Cheng 1996), as in `admission/turns.py`.
+Source: start-time fair queueing (Goyal, Vin, Cheng 1996), as in admission.
 """
 
 from __future__ import annotations

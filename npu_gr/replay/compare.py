@@ -7,12 +7,16 @@ is hard is then hard for both, and cancels. Percentiles in it come from counts i
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from rich import box
@@ -20,7 +24,127 @@ from rich.console import Group
 from rich.table import Table
 
 from npu_gr.core.errors import DataError
-from npu_gr.replay.answers import AnswerLine, read_answers
+from npu_gr.replay.files import QueryLog
+from npu_gr.replay.log import SCORED, digest, raw
+from npu_gr.replay.requests import Sample
+
+MAX_LINES = 500  # that wait in memory before the thread writes them
+
+
+class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request's answer."""
+
+    number: int  # of its record in the log's time order
+    kind: str
+    due_at: float = msgspec.field(name="due_s")  # seconds after the run began; the name in the file stays
+    latency_ms: float
+    error: str = ""
+    outcome: str = ""
+    model_version: str = ""
+    digest: str = ""
+    scores: dict[str, bytes] = {}  # task -> raw float32; NaN = unknown item
+    items: list[int] = []  # that the answer chose
+
+
+def line(sample: Sample, keep_scores: bool) -> AnswerLine:
+    """The line of a sample whose kind has scores; without `keep_scores` it holds their digest only."""
+    common = AnswerLine(
+        number=sample.number,
+        kind=sample.record.kind,
+        due_at=round(sample.due_at, 6),
+        latency_ms=round(sample.latency_s * 1e3, 4),
+    )
+    answer = sample.answer
+    if answer is None:
+        return msgspec.structs.replace(common, error=sample.error)
+    items = answer.get("items", [])
+    return msgspec.structs.replace(
+        common,
+        outcome=answer["outcome"],
+        model_version=answer.get("model_version", ""),
+        digest=digest(answer["scores"], items),
+        scores={task: raw(values) for task, values in answer["scores"].items()} if keep_scores else {},
+        items=items,
+    )
+
+
+class AnswerFile:
+    """Writes answers without making the player wait: `async with`, then `add` on the event loop."""
+
+    def __init__(self, path: Path, keep_scores: bool) -> None:
+        self._path = path
+        self._keep_scores = keep_scores
+        self._lines: list[AnswerLine] = []
+        self._thread = ThreadPoolExecutor(1, "answers")
+
+    async def __aenter__(self) -> Self:
+        try:
+            self._file = await asyncio.to_thread(gzip.open, self._path, "wb", 1)
+        except OSError as error:
+            raise DataError(f"{self._path}: {error.strerror}") from error
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._flush()
+        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._file.close)
+
+    def add(self, sample: Sample) -> None:
+        """Keep a line of a request that is over, if its kind has scores."""
+        if sample.record.kind in SCORED:
+            self._lines.append(line(sample, self._keep_scores))
+            if len(self._lines) >= MAX_LINES:
+                self._flush()
+
+    def _flush(self) -> None:
+        lines = self._lines
+        self._lines = []
+        self._thread.submit(self._write, lines)
+
+    def _write(self, lines: list[AnswerLine]) -> None:
+        self._file.write(b"".join(msgspec.json.encode(entry) + b"\n" for entry in lines))
+
+
+def read_answers(path: Path) -> Iterator[AnswerLine]:
+    """The answers of a run's file, or those that a recorded log carries.
+
+    Raises:
+        DataError: names the file, the line and the reason.
+    """
+    if not path.name.startswith("answers"):
+        yield from _logged(path)
+        return
+    decode = msgspec.json.Decoder(AnswerLine).decode
+    number = 0
+    try:
+        with gzip.open(path) as file:
+            for text in file:
+                yield decode(text)
+                number += 1
+    except (OSError, EOFError, msgspec.MsgspecError) as error:
+        raise DataError(f"{path}, line {number + 1}: {error}") from error
+
+
+def _logged(path: Path) -> Iterator[AnswerLine]:
+    first_ts = None
+    for number, record in enumerate(QueryLog(path)):
+        first_ts = record.ts if first_ts is None else first_ts
+        if (answer := record.answer) is None or record.kind not in SCORED:
+            continue
+        yield AnswerLine(
+            number=number,
+            kind=record.kind,
+            due_at=record.ts - first_ts,
+            latency_ms=answer.latency_ms or 0.0,
+            error="" if answer.status < 300 else str(answer.status),
+            outcome=answer.outcome,
+            model_version=answer.model_version,
+            digest=answer.digest,
+            scores=answer.scores,
+        )
+
+
+# ---- the comparison
 
 F64 = npt.NDArray[np.float64]
 

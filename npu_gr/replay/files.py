@@ -1,4 +1,4 @@
-"""Files of query logs: JSONL (plain, gzip or zstd, by suffix) and Parquet.
+"""Files of query logs: JSONL, plain, gzip or zstd, by suffix.
 
 Records are read in time order without holding the file. A recorder writes a request when it is answered, not when it
 came; so in a file a record may stand up to `REORDER` places after its time, and reading restores the order. A file
@@ -7,8 +7,11 @@ whose records are later than that is refused.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import heapq
+import os
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
@@ -22,7 +25,6 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.private import make_private
 from npu_gr.replay import erased
 from npu_gr.replay.log import QueryRecord
-from npu_gr.replay.parquet import read_rows, write_rows
 
 REORDER = 4096  # records
 MAX_NAMED = 10  # bad lines whose reasons are kept
@@ -37,7 +39,7 @@ class QueryLog:
     """The records of a file in time order (of equal times: file order). Every `iter` reads the file anew.
 
     Args:
-        path: .jsonl, .jsonl.gz, .jsonl.zst or .parquet.
+        path: .jsonl, .jsonl.gz or .jsonl.zst.
         bad_lines: what to do at a line that is no record, or at an end that is missing. "fail" stops the reading with
             a DataError; "skip" counts it in `num_bad` and keeps the first `MAX_NAMED` reasons in `bad`.
 
@@ -47,8 +49,8 @@ class QueryLog:
     """
 
     def __init__(self, path: Path, bad_lines: BadLines = "fail") -> None:
-        if path.suffix != ".parquet" and not path.name.endswith(_JSONL):
-            raise DataError(f"{path}: expected a name in .jsonl, .jsonl.gz, .jsonl.zst or .parquet")
+        if not path.name.endswith(_JSONL):
+            raise DataError(f"{path}: expected a name in {', '.join(_JSONL)}; convert sql makes logs of other files")
         self.path = path
         self._bad_lines = bad_lines
         self.num_bad = 0
@@ -61,11 +63,7 @@ class QueryLog:
         self.num_erased = 0
         self.bad = []
         self.read_ratio = 0.0
-        if self.path.suffix == ".parquet":
-            numbered = read_rows(self.path, self._reject, self._set_read_ratio)
-        else:
-            numbered = self._parsed()
-        return in_time_order(f"{self.path}, line", self._not_erased(numbered))
+        return in_time_order(f"{self.path}, line", self._not_erased(self._parsed()))
 
     def _not_erased(self, numbered: Iterator[tuple[int, QueryRecord]]) -> Iterator[tuple[int, QueryRecord]]:
         """Leave out the users who were erased since: the list beside the file says who."""
@@ -168,15 +166,11 @@ def write(path: Path, records: Iterable[QueryRecord]) -> int:
     beside = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".parquet":
-            make_private(beside)
-            num_records = write_rows(beside, records)
-        else:
-            num_records = 0
-            encode = msgspec.json.Encoder().encode
-            with create(beside, path.suffix) as file:
-                for num_records, record in enumerate(records, 1):  # noqa: B007  (it is what is returned)
-                    file.write(encode(record) + b"\n")
+        num_records = 0
+        encode = msgspec.json.Encoder().encode
+        with create(beside, path.suffix) as file:
+            for num_records, record in enumerate(records, 1):  # noqa: B007  (it is what is returned)
+                file.write(encode(record) + b"\n")
         beside.replace(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
@@ -230,3 +224,74 @@ def _unzstd(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
                 frame = None
     if frame:
         raise EOFError("the file ends inside a zstd frame")
+
+
+# ---- the recorder's files, one after the other: `<name>.part` is being written
+
+PATTERN = "traffic-*.jsonl*"  # our files in a folder, `.part` included
+PART = ".part"  # of a file that is being written
+
+
+class RotatingFile:
+    """The file of one folder that is being written. One thread uses it.
+
+    Args:
+        folder: it exists.
+        suffix: .jsonl, .jsonl.gz or .jsonl.zst.
+        max_bytes: a file that holds so many, before compression, ends.
+        max_s: a file that is so old ends at the next `flush`.
+    """
+
+    def __init__(self, folder: Path, suffix: str, max_bytes: int, max_s: float) -> None:
+        self._folder = folder
+        self._suffix = suffix
+        self._max_bytes = max_bytes
+        self._max_s = max_s
+        self._open: IO[bytes] | None = None
+        self._path = folder
+        self._began_at = 0.0  # of time.monotonic()
+        self._num = 0  # files begun
+
+    def write(self, line: bytes) -> None:
+        """Append, to a new file if none is open."""
+        if self._open is None:
+            self._num += 1
+            stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            self._path = self._folder / f"traffic-{stamp}-{os.getpid()}-{self._num:04}{self._suffix}{PART}"
+            self._began_at = time.monotonic()
+            self._open = create(self._path, Path(self._suffix).suffix)
+        self._open.write(line)
+        if self._open.tell() >= self._max_bytes:  # counted before compression, so a compressed file is well below
+            self.close()
+
+    def flush(self, is_over: bool) -> None:
+        """Hand everything to the operating system, so that a crash of this process now would lose none of it.
+
+        Args:
+            is_over: the recording has ended, so the file ends too.
+        """
+        if self._open is None:
+            return
+        if is_over or time.monotonic() - self._began_at >= self._max_s:
+            self.close()
+        else:
+            self._open.flush()
+
+    def close(self) -> None:
+        """Complete the file and give it its final name."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+            self._path.rename(self._path.with_suffix(""))
+
+    def abandon(self) -> None:
+        """Go on with a new file, because the disk refused this one. What reached the disk stays there."""
+        with contextlib.suppress(OSError):
+            self.close()
+        self._open = None
+
+
+def name_leftovers(folder: Path) -> None:
+    """Give their final names to the files of a process that died: they can be read, up to an end that is missing."""
+    for left in folder.glob(f"traffic-*{PART}"):
+        left.rename(left.with_suffix(""))

@@ -10,10 +10,15 @@ several kinds share stands in one Struct, in the field of the kind's name; `OPTI
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns
@@ -204,7 +209,7 @@ class LoggedAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     outcome: str = ""  # of a match: its basis
     model_version: str = ""  # of a match: its vectors'
     fingerprint: str = ""  # of the history; what a later delta names as its base
-    digest: str = ""  # of the scores, or of the items and their scores: see `npu_gr/replay/digests.py`
+    digest: str = ""  # of the scores, or of the items and their scores: see `npu_gr/replay/log.py`
     scores: dict[str, bytes] = {}  # task -> raw float32 a candidate, NaN = unknown item; where values were kept
 
 
@@ -268,3 +273,76 @@ else:  # and one field for the options of each kind that is newer than format 1
         forbid_unknown_fields=True,
         omit_defaults=True,
     )
+
+
+# ---- the fields of each kind, of which the recorder, the player and the bodies read
+
+UNRANKED = "unranked"  # the outcome of an answer whose own outcome is null: a recommend whose rank failed
+
+_OUTCOME = "outcome"
+_VERSION = "model_version"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFields:
+    """Names of fields in a kind's answer; the same in `npu_gr/core/request.py` and on the wire."""
+
+    outcome: str | None  # how the answer came to be; None = its answers do not differ
+    has_null_outcome: bool  # `outcome` may be null, which a log calls `UNRANKED`
+    version: str | None  # of what answered: a model, or vectors
+    names: frozenset[str]  # all fields
+
+
+def _request_fields(name: str, kind: Kind[Any, Any]) -> tuple[str, ...]:
+    options = OPTIONS[name].__struct_fields__ if name in OPTIONS else ()
+    own = set(kind.request.__struct_fields__) - set(options)
+    if kind.takes_delta:
+        own.add("base")
+    return tuple(field for field in SHARED if field in own)
+
+
+def _answer_fields(kind: Kind[Any, Any]) -> AnswerFields:
+    hints = get_type_hints(kind.answer)
+    names = kind.answer.__struct_fields__
+    outcome = _OUTCOME if _OUTCOME in names else kind.label
+    versions = [name for name in names if name.endswith("_version")]
+    return AnswerFields(
+        outcome=outcome,
+        has_null_outcome=outcome is not None and NoneType in get_args(hints.get(outcome)),
+        version=_VERSION if _VERSION in names else next(iter(versions), None),
+        names=frozenset(names),
+    )
+
+
+# kind -> the fields of its records and of its request bodies, beside user, tenant and options
+REQUEST_FIELDS = {name: _request_fields(name, kind) for name, kind in RECORDED.items()}
+ANSWER_FIELDS = {name: _answer_fields(kind) for name, kind in RECORDED.items()}
+
+
+# ---- digests: two answers are equal if and only if theirs are
+
+TaskScores = Mapping[str, Sequence[float | None] | npt.NDArray[np.float32]]
+
+
+def digest(scores: TaskScores, items: Sequence[int] | npt.NDArray[np.int64] = ()) -> str:
+    """Hash an answer.
+
+    Args:
+        scores: task -> float32 scores; null and NaN are equal. The order of the tasks does not matter.
+        items: the items that the answer chose, where it chose them; their order matters.
+
+    Returns:
+        16 hex digits (xxh3-64).
+    """
+    state = xxhash.xxh3_64(np.asarray(items, "<i8").tobytes())
+    for task in sorted(scores):
+        state.update(f"{task}\0{len(scores[task])}\0".encode())
+        state.update(raw(scores[task]))
+    return state.hexdigest()
+
+
+def raw(values: Sequence[float | None] | npt.NDArray[np.float32]) -> bytes:
+    """Little-endian float32. Every NaN and every null becomes the same bytes."""
+    row = np.array(values, "<f4")
+    row[np.isnan(row)] = np.nan
+    return row.tobytes()

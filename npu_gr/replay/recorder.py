@@ -37,20 +37,23 @@ from npu_gr.core.private import warn_if_shared
 from npu_gr.core.request import Answer, EventsRequest, Request
 from npu_gr.core.settings import Count, Seconds, SomeBytes
 from npu_gr.replay import erased
-from npu_gr.replay.digests import digest, raw
-from npu_gr.replay.fields import ANSWER_FIELDS, REQUEST_FIELDS, UNRANKED
-from npu_gr.replay.identity import made_key, names_of, read_key, recorded_as
+from npu_gr.replay.erased import made_key, names_of, read_key, recorded_as
+from npu_gr.replay.files import PATTERN, RotatingFile, name_leftovers
 from npu_gr.replay.log import (
+    ANSWER_FIELDS,
     IN_FORMAT_1,
     OPTIONS,
+    REQUEST_FIELDS,
+    UNRANKED,
     LoggedAnswer,
     LoggedColumns,
     LoggedFeatures,
     LoggedHistory,
     QueryRecord,
+    digest,
+    raw,
 )
-from npu_gr.replay.purger import Purger
-from npu_gr.replay.rotation import PATTERN, RotatingFile, name_leftovers
+from npu_gr.replay.purge import Purger
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,9 @@ from rich.console import Group
 from rich.table import Table
 
 from npu_gr import __version__
-from npu_gr.replay.histogram import Latency, Slice
 from npu_gr.replay.log import RECORDED, SCORED
-from npu_gr.replay.sample import Sample
-from npu_gr.replay.tally import HITS, Tally
+from npu_gr.replay.requests import Sample
+from npu_gr.replay.tally import HITS, Latency, Slice, Tally
 
 PERCENTILES = (50, 95, 99, 99.9)
 LATE_S = 0.005  # a p99 send-lag over this says that the load generator, not the service, was slow

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 
 from npu_gr.core.settings import Positive, Seconds
-from npu_gr.replay.options import ProcessCount, ReplayOptions
+from npu_gr.replay.plan import ProcessCount, ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.tally import HITS
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import numpy as np
 from aiohttp import web
 
+from npu_gr.core.errors import TooLarge, Unprocessable
+from npu_gr.core.names import FIRST_HASHED, item_ids
+from npu_gr.core.words import quoted
+from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, console, page
+from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec.admin import (
     CHANGE_BYTES,
     CatalogueItemsBody,
@@ -13,10 +19,15 @@ from npu_gr.server.codec.admin import (
     render_catalogue,
     render_vectors,
 )
+from npu_gr.server.codec.fields import MOST_ITEMS, ItemOut, UserBody
+from npu_gr.server.codec.media import JSON, decode
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.debug.routes import DebugRoutes
+from npu_gr.server.http import json_response, struct_response
+from npu_gr.server.openapi import document
 from npu_gr.server.reading import Reader
-from npu_gr.server.responses import json_response, struct_response
-from npu_gr.server.service_protocol import ServiceProtocol
+from npu_gr.server.service_protocol import ServiceProtocol, require_ready
+from npu_gr.server.status import Insight, config_text
 
 
 class ModelRoutes:
@@ -91,3 +102,140 @@ class VectorsRoutes:
 
     async def _rollback(self, request: web.Request) -> web.Response:
         return struct_response(request, render_vectors(await self._service.vectors.rollback()))
+
+
+class ItemRoutes:
+    """What raw ids mean, and what names are as raw ids."""
+
+    def __init__(self, service: ServiceProtocol) -> None:
+        self._service = service
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/v1/items", self._show)]
+
+    async def _show(self, request: web.Request) -> web.Response:
+        """Answer the ids, then the names, each in the order in which it was asked for."""
+        asked = [_id(text) for text in _listed(request, "ids")]
+        named = [*_listed(request, "names"), *request.query.getall("name", [])]
+        if not 0 < (num := len(asked) + len(named)) <= MOST_ITEMS:
+            raise (TooLarge if num else Unprocessable)(f"ids and names: {num} items, needs 1 to {MOST_ITEMS}")
+        try:
+            ids = np.concatenate((np.array(asked, np.int64), item_ids(named)))
+        except ValueError as error:
+            raise Unprocessable(f"names: {error}") from None
+        known, titles = await self._service.items(ids)
+        names = [*map(_known, known[: len(asked)]), *named]
+        found = zip(ids.tolist(), names, titles, strict=True)
+        return json_response([ItemOut(id=one, name=name, title=title) for one, name, title in found])
+
+
+def _listed(request: web.Request, parameter: str) -> list[str]:
+    """Split the values of a parameter, which may be given more than once, at their commas."""
+    return [text for value in request.query.getall(parameter, []) for text in value.split(",")]
+
+
+def _id(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):
+        raise Unprocessable(f"ids: {quoted(text)} is no id: 0 to 2^63 - 1")
+    return int(text)
+
+
+def _known(name: str | int) -> str | int | None:
+    return None if isinstance(name, int) and name >= FIRST_HASHED else name
+
+
+class HealthRoutes:
+    """Liveness and readiness."""
+
+    def __init__(self, service: ServiceProtocol) -> None:
+        self._service = service
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/healthz", self._live),
+            web.get("/readyz", self._ready),
+            web.get("/v2/health/live", self._live),
+            web.get("/v2/health/ready", self._ready),
+        ]
+
+    async def _live(self, _: web.Request) -> web.Response:
+        models = self._service.models()
+        first = models[0]
+        runs = [
+            {"name": model.name, "version": model.version, "ops": model.ops, "attention": model.attention}
+            for model in models
+        ]
+        return json_response(
+            {"live": True, "device": first.device, "kernels": first.kernels, "ops": first.ops, "models": runs}
+        )
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        require_ready(self._service)
+        return json_response({"ready": True})
+
+
+class ObservabilityRoutes:
+    """Pages and documents for operators, Prometheus and generators of clients."""
+
+    def __init__(self, service: ServiceProtocol, config: ServerConfig, insight: Insight) -> None:
+        self._service = service
+        self._insight = insight
+        self._page_text = page("/debug/status")
+        self._console_text = console("/debug/openapi", "https" if config.tls else "http", config.port)
+
+    def routes(self) -> list[web.RouteDef]:
+        insight = self._insight
+        return [
+            web.get("/", self._page),
+            web.get("/metrics", self._expose_metrics),
+            web.get("/debug/status", self._status),
+            web.get("/debug/config", self._config),
+            web.get("/openapi.json", self._openapi),
+            web.get("/debug/openapi", self._openapi),
+            web.get("/debug/console", self._console),
+            *DebugRoutes(insight.bundle_texts, insight.stacks, insight.profile).routes(),
+        ]
+
+    async def _page(self, _: web.Request) -> web.Response:
+        return _html(self._page_text)
+
+    async def _console(self, _: web.Request) -> web.Response:
+        return _html(self._console_text)
+
+    async def _status(self, _: web.Request) -> web.Response:
+        return json_response(await self._insight.status())
+
+    async def _expose_metrics(self, request: web.Request) -> web.Response:
+        body, content_type = await self._insight.exposition(
+            request.headers.get("Accept", ""), request.query.getall("name[]", [])
+        )
+        # compress in a thread: zlib takes milliseconds for a hundred kilobytes
+        response = web.Response(body=body, headers={"Content-Type": content_type}, zlib_executor_size=0)
+        response.enable_compression()
+        return response
+
+    async def _config(self, _: web.Request) -> web.Response:
+        return web.Response(text=config_text(await self._service.effective_config()), content_type=JSON)
+
+    async def _openapi(self, _: web.Request) -> web.Response:
+        return json_response(document())
+
+
+def _html(text: str) -> web.Response:
+    """A page that loads nothing from elsewhere."""
+    headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY}
+    return web.Response(text=text, content_type="text/html", headers=headers)
+
+
+class UserRoutes:
+    """One route. The user is in the body: a path would be in the logs of every proxy."""
+
+    def __init__(self, service: ServiceProtocol) -> None:
+        self._service = service
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/debug/user", self._known)]
+
+    async def _known(self, request: web.Request) -> web.Response:
+        body = decode(request[BODY], request.content_type, UserBody)
+        return json_response({"places": await self._service.knows(body.user)})

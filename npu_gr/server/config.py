@@ -10,7 +10,7 @@ import msgspec
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Bytes, Count, Seconds, SecondsOrZero, SomeBytes
 from npu_gr.core.tls import ServerTlsConfig
-from npu_gr.server.auth.browsers import is_loopback_name
+from npu_gr.server.auth.rules import is_loopback_name
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

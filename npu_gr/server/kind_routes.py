@@ -15,16 +15,14 @@ from npu_gr.core.errors import BadRequest, DeadlineExceeded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
-from npu_gr.server.auth.key_ring import KeyRing
-from npu_gr.server.auth.keys import Key
+from npu_gr.server.auth.keys import Key, KeyRing
 from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.base import B, Codec, Shown, UrlParts
+from npu_gr.server.codec.fields import B, Codec, Shown, UrlParts
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.headers import budget_s
+from npu_gr.server.http import accepted_media, budget_s, struct_response
 from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, PERMIT, USER
 from npu_gr.server.reading import Reader
-from npu_gr.server.responses import accepted_media, require_ready, struct_response
-from npu_gr.server.service_protocol import ServiceProtocol
+from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 
 _X_CACHE = {
     Outcome.HBM_HIT: "hit-hbm",

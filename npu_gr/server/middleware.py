@@ -18,20 +18,16 @@ from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, Unauthori
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer
+from npu_gr.core.trace import CURRENT, Trace
+from npu_gr.jobs.base import Permit
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.trace import CURRENT, Trace
-from npu_gr.server import headers
+from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, EndedRequest
-from npu_gr.server.admission.controller import Permit
 from npu_gr.server.admission.middleware import REJECTED, Admission
-from npu_gr.server.auth.browsers import refuse_foreign_pages
-from npu_gr.server.auth.key_ring import KeyRing
-from npu_gr.server.auth.keys import Key
-from npu_gr.server.auth.rules import PAGES, Address, Rule, rules
-from npu_gr.server.auth.throttle import Throttle
+from npu_gr.server.auth.keys import Key, KeyRing, Throttle
+from npu_gr.server.auth.rules import PAGES, Address, Rule, refuse_foreign_pages, rules
 from npu_gr.server.codec.media import check_type
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.problem import from_error
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import Tracing
 
@@ -118,7 +114,7 @@ class Pipeline:
         arrived_at = time.monotonic()
         route = _route(request)
         kind = self._kinds.get((request.method, route))
-        request_id = headers.request_id(request.headers)
+        request_id = http.request_id(request.headers)
         request[ARRIVED_AT] = request[WHOLE_AT] = arrived_at
         request[ID] = request_id
         trace, span = self._tracing.begin(f"{request.method} {route}", request.headers.get("traceparent"))
@@ -133,14 +129,14 @@ class Pipeline:
             raise
         except Exception as failed:  # noqa: BLE001  (the one translation of errors)
             error = failed
-            response = from_error(error, request_id, is_inference=request.path.startswith("/v2"))
+            response = http.from_error(error, request_id, is_inference=request.path.startswith("/v2"))
             status = response.status
         finally:
             self._metrics.requests.in_flight.dec()
             self._admission.release(request)
             self._ended(request, route, kind, trace, span, status, error)
             error = None  # its traceback holds this frame: a cycle would wait for the collector
-        response.headers[headers.REQUEST_ID] = request_id
+        response.headers[http.REQUEST_ID] = request_id
         response.headers["traceparent"] = trace.header
         if status in _CLOSING or not self._service.is_ready()[0]:
             response.force_close()  # draining: let the balancer's connections go
@@ -163,7 +159,7 @@ class Pipeline:
         if kind is None or kind.must_finish:
             await self._admission.receive(request, None, "", _NO_LIMIT_S, is_counted=address.is_public)
             return await handler(request)
-        budget_s = headers.budget_s(request.headers, self._config.default_budget_s, self._config.max_budget_s)
+        budget_s = http.budget_s(request.headers, self._config.default_budget_s, self._config.max_budget_s)
         tenant = request[KEY].tenant or ""
         await self._admission.receive(request, kind, tenant, budget_s)
         whole_at = request[WHOLE_AT] = time.monotonic()

@@ -14,12 +14,12 @@ from npu_gr.core.kinds import ERASE, A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.request import RECORDINGS
 from npu_gr.core.served import VectorsInfo
+from npu_gr.jobs.base import Admission, Permit
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
-from npu_gr.server.admission.controller import AdmissionController, Permit
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec.base import Shown
+from npu_gr.server.codec.fields import Shown
 from npu_gr.server.codec.media import decode
-from npu_gr.server.responses import json_response
+from npu_gr.server.http import json_response
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
 
 
@@ -50,7 +50,7 @@ class RecordingService:
         return self._service.names
 
     @property
-    def admission(self) -> AdmissionController:
+    def admission(self) -> Admission:
         return self._service.admission
 
     async def serve(

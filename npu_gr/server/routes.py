@@ -9,26 +9,30 @@ from aiohttp import web
 
 from npu_gr.core.tasks import running
 from npu_gr.core.tls import ServerTls, following
-from npu_gr.metrics.pauses import noted_pauses
 from npu_gr.metrics.registry import Metrics
+from npu_gr.metrics.registry.process import noted_pauses
 from npu_gr.server.access_log import AccessLog
-from npu_gr.server.admin_routes import CatalogueRoutes, ModelRoutes, VectorsRoutes
+from npu_gr.server.admin_routes import (
+    CatalogueRoutes,
+    HealthRoutes,
+    ItemRoutes,
+    ModelRoutes,
+    ObservabilityRoutes,
+    UserRoutes,
+    VectorsRoutes,
+)
 from npu_gr.server.admission.middleware import Admission
-from npu_gr.server.auth.key_ring import KeyRefusal, KeyRing
+from npu_gr.server.auth.keys import KeyRefusal, KeyRing
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.debug.user import UserRoutes
-from npu_gr.server.health_routes import HealthRoutes
-from npu_gr.server.insight import Insight, OwnInsight
-from npu_gr.server.item_routes import ItemRoutes
 from npu_gr.server.kind_routes import kind_handlers, kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import Pipeline
-from npu_gr.server.observability_routes import ObservabilityRoutes
 from npu_gr.server.oip.routes import InferenceRoutes
 from npu_gr.server.reading import Reader
 from npu_gr.server.rpc.server import RPC, open_rpc
 from npu_gr.server.run import PIPELINE, TLS
 from npu_gr.server.service_protocol import ServiceProtocol
+from npu_gr.server.status import Insight, OwnInsight
 from npu_gr.server.tracing import Tracing
 
 

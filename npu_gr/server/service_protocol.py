@@ -1,16 +1,17 @@
-"""`ServiceProtocol`: the interface that HTTP calls. `npu_gr.service.service.Service` implements it."""
+"""`ServiceProtocol`: the interface that HTTP calls. `npu_gr.jobs.service.Service` implements it."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.arrays import I64
+from npu_gr.core.errors import NotTaken
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
-from npu_gr.server.admission.controller import AdmissionController, Permit
-from npu_gr.server.codec.base import Shown
+from npu_gr.jobs.base import Admission, Permit
+from npu_gr.server.codec.fields import Shown
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -75,7 +76,7 @@ class ServiceProtocol(Protocol):
         ...
 
     @property
-    def admission(self) -> AdmissionController:
+    def admission(self) -> Admission:
         """Admission control; HTTP asks it before a request is parsed."""
         ...
 
@@ -109,3 +110,10 @@ class ServiceProtocol(Protocol):
     def vectors(self) -> PublishedAdmin[VectorsInfo]:
         """Raises NotFound where this instance does not match."""
         ...
+
+
+def require_ready(service: ServiceProtocol) -> None:
+    """Raise NotTaken, with the reason, while the instance starts, drains or has failed."""
+    ready, why_not = service.is_ready()
+    if not ready:
+        raise NotTaken(why_not)

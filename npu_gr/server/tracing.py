@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.secret import SecretUrl
-from npu_gr.metrics.trace import Trace, begin
+from npu_gr.core.trace import Trace, begin
 from npu_gr.server.config import ServerConfig
 
 if TYPE_CHECKING:

@@ -20,17 +20,20 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed
 from npu_gr.core.names import difference
+from npu_gr.core.settings import LiveConfig
 from npu_gr.core.tasks import running
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.bulkhead import GuardedStore
 from npu_gr.features.open import open_store
 from npu_gr.features.store import HistoryStore
 from npu_gr.features.user_features import UserFeatures, open_source
+from npu_gr.jobs.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.jobs.histories import Histories, PrefixHistoryCache
 from npu_gr.jobs.match import ServedVectors
+from npu_gr.jobs.service import Parts, Service
 from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.registry.reloads import Reloaded
+from npu_gr.metrics.registry.process import Reloaded
 from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.replay.recorder import Recorder
 from npu_gr.server.admission.controller import AdmissionController
@@ -39,12 +42,10 @@ from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.tracing import spans
-from npu_gr.service.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.service.build import open_generation, open_ranking
-from npu_gr.service.config import Config, InForce
+from npu_gr.service.config import Config
 from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule
 from npu_gr.service.reload import Reload
-from npu_gr.service.service import Parts, Service
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ async def opened(config: Config, read: Callable[[], Config] | None = None) -> As
     Raises:
         ConfigError: a setting, a file or a device is not as configured; nothing is left running.
     """
-    settings = InForce(config)
+    settings = LiveConfig(config)
     metrics = Metrics(CollectorRegistry(), config.slo.objectives())
     async with AsyncExitStack() as stack:
         backend = open_backend(config, metrics)
@@ -254,7 +255,11 @@ async def check_store(store: HistoryStore, versions: Versions, config: Config) -
 
 
 def _histories(
-    settings: InForce, store: HistoryStore | None, of_users: UserFeatures | None, versions: Versions, metrics: Metrics
+    settings: LiveConfig[Config],
+    store: HistoryStore | None,
+    of_users: UserFeatures | None,
+    versions: Versions,
+    metrics: Metrics,
 ) -> Histories:
     config = settings.config
     cache = PrefixHistoryCache(config.service.known_prefix_bytes)
@@ -271,7 +276,7 @@ def _histories(
     )
 
 
-def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: Service) -> None:
+def observe(metrics: Metrics, settings: LiveConfig[Config], scheduler: Scheduler, service: Service) -> None:
     """Connect what changes by itself to the metrics; every gauge reads the setting in force when it is scraped.
 
     Args:
@@ -279,7 +284,7 @@ def observe(metrics: Metrics, settings: InForce, scheduler: Scheduler, service: 
         settings: in force.
         scheduler, service: what is observed.
     """
-    scheduler.on_batch = metrics.batch_done
+    scheduler.on_batch = metrics.engine.batch_done
     scheduler.on_worked = metrics.engine.worked
     metrics.engine.observe_queue(lambda: scheduler.depth)
     metrics.relay.observe_t_life(lambda: settings.config.relay.t_life_s)

@@ -117,13 +117,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self.trigger, rank_budget_s=self.slo.objective_s("rank"))
 
 
-class InForce:
-    """The configuration in force: a reload replaces it, and whatever shows a setting reads it here."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file and the calibration beside it.
 
@@ -143,8 +136,3 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 def from_table(table: dict[str, Any], where: str = "config") -> Config:
     """Validate a table that YAML gave; `where` begins the error's text."""
     return settings.from_table(table, Config, where)
-
-
-def to_table(config: Config) -> dict[str, Any]:
-    """Return the whole configuration as plain types, to be shown. It holds no secrets."""
-    return settings.to_table(config)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RANK, RECOMMEND, SIGNAL
+from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.base import KindJob
 from npu_gr.jobs.cascade_plan import NEIGHBOURS, TRANSITIONS, TRUNK
@@ -28,14 +29,14 @@ from npu_gr.jobs.sources import (
 from npu_gr.jobs.versions import Versions
 from npu_gr.jobs.writes import EraseJob, EventsJob, IngestJob
 from npu_gr.metrics.registry import Metrics
-from npu_gr.service.config import InForce
+from npu_gr.service.config import Config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What jobs are made of."""
 
-    settings: InForce
+    settings: LiveConfig[Config]
     versions: Versions
     histories: Histories
     vectors: ServedVectors | None  # None = the instance does not match

@@ -23,6 +23,7 @@ from npu_gr.catalogue.records import read_popular
 from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import difference
+from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories
@@ -32,11 +33,11 @@ from npu_gr.jobs.scored_items import Commit, CoverageRule, Items, ScoredItems
 from npu_gr.jobs.served_catalogue import ServedCatalogue
 from npu_gr.jobs.sources import POPULAR
 from npu_gr.jobs.versions import ModelVersions, V, Versions
-from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
+from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.server.admission.controller import AdmissionController
 from npu_gr.service.build import Prepared
-from npu_gr.service.config import Config, InForce
+from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Reload:
     def __init__(
         self,
         *,
-        settings: InForce,
+        settings: LiveConfig[Config],
         versions: Versions,
         admission: AdmissionController,
         scheduler: Scheduler,

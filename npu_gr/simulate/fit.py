@@ -25,10 +25,9 @@ from npu_gr.core.kinds import EVENTS, RANK, SIGNAL
 from npu_gr.core.request import Outcome
 from npu_gr.engine.cost import fit_passes
 from npu_gr.replay.log import QueryRecord, count
-from npu_gr.replay.options import ReplayOptions
-from npu_gr.replay.plan import plan
+from npu_gr.replay.plan import ReplayOptions, plan
 from npu_gr.replay.player import PlayerOptions, play
-from npu_gr.replay.sample import Sample
+from npu_gr.replay.requests import Sample
 from npu_gr.simulate.config import DeviceProfile, Lateness, Lognormal, UsersConfig
 from npu_gr.simulate.users import TrafficRequest
 

@@ -1,4 +1,4 @@
-"""Build native code from the sources that ship: kernels of the CPU or of an Ascend NPU, and the door: `build-ops`."""
+"""Build native code from the sources that ship, for a CPU or an Ascend NPU: `npu-gr build-ops`."""
 
 from __future__ import annotations
 

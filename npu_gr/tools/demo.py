@@ -51,9 +51,9 @@ from npu_gr.features.open import open_store
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.replay.convert import ModelVocabulary, from_ratings
 from npu_gr.replay.files import write
-from npu_gr.replay.html import page
 from npu_gr.replay.log import QueryRecord
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.page import page
+from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
 from npu_gr.replay.study import Study

@@ -1,6 +1,6 @@
 """Report what this machine has for our ops, whether they compute what they should, and what to do about the rest.
 
-`backend/checks.py` looks at the machine, `backend/op_parity.py` compares the ops; nothing here names a device.
+`backend/checks.py` looks at the machine and compares the ops; nothing here names a device.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 
-from npu_gr.backend.checks import Finding, FindingState, device_findings, usable_backends
+from npu_gr.backend.checks import Finding, FindingState, compare, device_findings, usable_backends
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
-from npu_gr.backend.op_parity import compare
 from npu_gr.core.errors import ConfigError
 
 MACHINE = "machine"

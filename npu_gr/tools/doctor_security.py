@@ -6,27 +6,57 @@ what. Nothing is tried: the configuration and the files that it names are read, 
 
 from __future__ import annotations
 
+import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec.inspect import CustomType
 
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Scope
 from npu_gr.core.secret import SecretUrl
+from npu_gr.core.setting_types import options, settings_of
 from npu_gr.core.tls import ServerTlsConfig
-from npu_gr.router import config as router_config
-from npu_gr.router.config import RouterConfig
-from npu_gr.server.auth.browsers import is_loopback_name
+from npu_gr.route import config as router_config
+from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig
 from npu_gr.server.auth.keys import Key, KeyEntry, in_utc, read_keys
-from npu_gr.server.auth.rules import rules
+from npu_gr.server.auth.rules import is_loopback_name, rules
 from npu_gr.service.config import Config, load
+
+# The last names of settings that are files or folders.
+_FILE = "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular|hstu_library"
+# How the line about a setting begins, where it does not begin with the setting; None: it is part of another one's.
+LINES: dict[str, str | None] = {
+    "server.host": "server ",
+    "server.port": "server ",
+    "server.admin_host": "server",
+    "server.admin_port": "server",
+    "server.grpc_port": "server.grpc ",
+    "server.agent_port": "server.agent ",
+    "server.api_keys_file": "key",
+    "features.path": None,  # the files of the store, which may not be there yet
+    "features.url": None,  # of a store that may not be Redis
+    "record.folder": None,  # each recording
+    "host": "router ",
+    "port": "router ",
+    "admin_host": "router.admin ",
+    "admin_port": "router.admin ",
+    "api_keys_file": "key",
+    "picker.host": "router.picker ",
+    "picker.port": "router.picker ",
+    **dict.fromkeys(
+        f"discovery.{section}.{name}"
+        for section in ("instances", "dns")
+        for name in ("host", "port", "admin_port", "agent_port")
+    ),
+}
 
 SOON_S = 14 * 86_400.0  # a key that ends within it is told
 
@@ -58,9 +88,54 @@ def examine(path: Path, overrides: Sequence[str] = ()) -> list[WayIn]:
     Raises:
         ConfigError: it is neither.
     """
-    if "discovery" in settings.read_table(path):
-        return examine_router(router_config.load(path, overrides))
-    return examine_instance(load(path, overrides))
+    is_router = "discovery" in settings.read_table(path)
+    config = router_config.load(path, overrides) if is_router else load(path, overrides)
+    found = examine_router(config) if isinstance(config, RouterConfig) else examine_instance(config)
+    return [*found, *_others(config, found)]
+
+
+def ways_in(cls: type[msgspec.Struct]) -> list[str]:
+    """Paths of all settings that are a way in, by their types and names: a host, a port, a file, a folder, a URL."""
+    return [
+        path
+        for path, setting in settings_of(cls).items()
+        if setting.section is None
+        and (
+            re.fullmatch(rf"(.*_)?(host|port|url|endpoint|socket)|{_FILE}", path.rpartition(".")[2])
+            or any(isinstance(one, CustomType) for one in options(setting.field.type))
+        )
+    ]
+
+
+def _others(config: Config | RouterConfig, found: list[WayIn]) -> Iterator[WayIn]:
+    """The ways in that no line is about yet: files that others must not change; anything else is a gap here."""
+    for path in ways_in(type(config)):
+        begin = LINES.get(path, path)
+        if begin is None or any(way.what.startswith(begin) for way in found):
+            continue
+        value: Any = config
+        for name in path.split("."):
+            value = getattr(value, name, None)  # a section may be absent, and one in a list has lines of its own
+        if value is None:
+            continue
+        if re.fullmatch(_FILE, path.rpartition(".")[2]):
+            is_secret = path.endswith(("key", "key_file"))
+            yield from _private(path, Path(value), 0o040) if is_secret else _unchanged(path, Path(value))
+        else:
+            yield WayIn(f"{path} {value}", Openness.OPEN, "this report knows nothing of it", "report this line")
+
+
+def _unchanged(setting: str, path: Path) -> Iterator[WayIn]:
+    """Tell whether others can change a file or a folder that is read."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError:
+        return
+    if mode & 0o022:
+        remedy = f"chmod go-w {path}"
+        yield WayIn(f"{setting} {path}", Openness.OPEN, f"other users can change it: its mode is {mode:o}", remedy)
+    else:
+        yield WayIn(f"{setting} {path}", Openness.CLOSED, "the user that it belongs to changes it")
 
 
 def examine_instance(config: Config) -> list[WayIn]:
@@ -87,14 +162,21 @@ def examine_instance(config: Config) -> list[WayIn]:
         found += _address("server.admin", server.admin_host, server.admin_port, ADMIN, keys, admin_tls)
     if server.grpc_port is not None:
         found += _address("server.grpc", server.host, server.grpc_port, PUBLIC, keys, tls)
+    if server.agent_port is not None:
+        found.append(
+            WayIn(
+                f"server.agent {server.host}:{server.agent_port}",
+                Openness.LOCAL,
+                "whoever reaches it reads how many requests the instance takes at once, and nothing else",
+                "" if is_loopback_name(server.host) else "let only the routers reach it",
+            )
+        )
     found += _keys(keys)
     found += _proxies(server.trusted_proxies)
     found += _store(config)
     found += _recordings(config)
     if server.otlp_endpoint is not None:
         found += _call("server.otlp_endpoint", server.otlp_endpoint, "routes and request ids of sampled requests")
-    if server.log_user_key_file is not None:
-        found += _private("server.log_user_key_file", Path(server.log_user_key_file))
     if tls is not None:
         found += _private("server.tls.key", Path(tls.key), allowed=0o040)
     return found
@@ -109,7 +191,11 @@ def examine_router(config: RouterConfig) -> list[WayIn]:
         *_address("router.admin", config.admin_host, config.admin_port, ADMIN, keys, admin_tls),
         *_keys(keys),
         *_instances(config),
+        *_peers(config),
     ]
+    if (picker := config.picker) is not None:
+        picker_tls = picker.tls or tls
+        found.append(_picker(picker, picker_tls))
     if tls is not None:
         found += _private("tls.key", Path(tls.key), allowed=0o040)
     return found
@@ -263,6 +349,7 @@ def _call(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
 def _instances(config: RouterConfig) -> Iterator[WayIn]:
     discovery = config.discovery
     hosts = [instance.host for instance in discovery.instances]
+    agents = [instance for instance in discovery.instances if instance.agent_port]
     if discovery.dns is not None:
         hosts.append(discovery.dns.host)
     if discovery.file is not None:
@@ -279,4 +366,41 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
                 Openness.OPEN,
                 "who listens on the way reads keys and histories",
                 "set instances_tls: {ca, certificate, key}, and server.tls on the instances",
+            )
+    yield from map(_agent, agents)
+
+
+def _agent(one: InstanceConfig) -> WayIn:
+    what = f"agent {one.host}:{one.agent_port}"
+    if is_loopback_name(one.host):
+        return WayIn(what, Openness.LOCAL, "in clear on this machine; says how many requests the instance takes")
+    return WayIn(
+        what,
+        Openness.LOCAL,
+        "in clear, as HAProxy has it; who is on the way can drain the instance, and reads nothing of a user",
+        "let only the routers reach it",
+    )
+
+
+def _picker(picker: PickerConfig, tls: ServerTlsConfig | None) -> WayIn:
+    what = f"router.picker {picker.host}:{picker.port}"
+    whom = "chooses instances, and learns where a user lives"
+    if is_loopback_name(picker.host):
+        return WayIn(what, Openness.LOCAL, f"whoever is on this machine {whom}")
+    if tls is not None and tls.client_ca:
+        return WayIn(what, Openness.CLOSED, "gateways that have a certificate")
+    return WayIn(what, Openness.OPEN, f"whoever reaches it {whom}", "set picker.tls: {certificate, key, client_ca}")
+
+
+def _peers(config: RouterConfig) -> Iterator[WayIn]:
+    for name, address in config.peers.items():
+        host = address.rpartition(":")[0]
+        if is_loopback_name(host):
+            yield WayIn(f"peers.{name} {address}", Openness.LOCAL, "in clear on this machine; names of users")
+        else:
+            yield WayIn(
+                f"peers.{name} {address}",
+                Openness.OPEN,
+                "whoever reaches it reads the names of users, and says where their ranks go",
+                "let only the routers reach it, or leave `peers` out",
             )

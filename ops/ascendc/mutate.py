@@ -31,7 +31,7 @@ from typing import NamedTuple
 from faults import KERNEL_FAULTS, Fault, plant
 from hstu_faults import HSTU_FAULTS
 
-from benchmarks.ascend_twin import FLAGS
+from tests.ops.ascend_twin import FLAGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

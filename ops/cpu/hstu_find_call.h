@@ -1,5 +1,5 @@
 // What `hstu_find` is asked: the items that NEXT finds, and the scores of the best of them.
-// npu_gr/backend/cpu/hstu_find.py mirrors it field by field.
+// npu_gr/backend/cpu/hstu_pass.py mirrors it field by field.
 #ifndef NPU_GR_HSTU_FIND_CALL_H
 #define NPU_GR_HSTU_FIND_CALL_H
 

@@ -1,4 +1,4 @@
-// What `order_sums` is asked: what candidates are ordered by. npu_gr/backend/cpu/order.py mirrors it field by field.
+// What `order_sums` is asked: what candidates are ordered by. npu_gr/backend/cpu/items.py mirrors it field by field.
 #ifndef NPU_GR_ORDER_CALL_H
 #define NPU_GR_ORDER_CALL_H
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from npu_gr.backend.base import Backend
+from npu_gr.backend.best_items import select
 from npu_gr.backend.calls import Choices, Continuations, Over, TopkCall
 from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.cpu.beams import NativeTopk
 from npu_gr.backend.cpu.library import Native
-from npu_gr.backend.cpu.topk import NativeTopk
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.backend.topk import select
 
 REFERENCE, TORCH = ReferenceBackend(), CPUBackend("off")
 FEW = torch.tensor([-2.0, -1.0, -1.0, 0.0, 0.5, -torch.inf])  # many ties on purpose

@@ -15,6 +15,7 @@ ANSWERS = {
     "ok": OK,
     "refuse": b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 30\r\nContent-Length: 0\r\n\r\n",
     "fail": b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndown",
+    "expired": b"HTTP/1.1 504 Gateway Timeout\r\nContent-Length: 0\r\n\r\n",
     "strange": b"HTTP/1.1 200 OK\r\n\r\n",  # no length: the client cannot know where it ends
 }
 
@@ -27,11 +28,13 @@ class Stub:
         self.delay_s = delay_s
         self.asked = Counter[str]()
         self.bodies = list[bytes]()
+        self.heads = list[bytes]()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
                 length = int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0])
                 self.bodies.append(await reader.readexactly(length))
                 does = self.answers[(len(self.bodies) - 1) % len(self.answers)]

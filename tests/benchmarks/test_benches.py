@@ -31,16 +31,16 @@ from benchmarks import (
     twin,
     wire,
 )
-from benchmarks.ascend_twin import Twin
 from benchmarks.frame import Line
 from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.settings import to_table
 from npu_gr.model.config import HSTUConfig
-from npu_gr.service.config import to_table
 from tests.engine.kv.invariants import check_dram
 from tests.models import tiny_order
+from tests.ops.ascend_twin import Twin
 from tests.server.test_recommend_over_http import section
 from tests.serving import make_config, write_checkpoint
 

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from benchmarks import hstu_model
-from benchmarks.ascend_twin import Twin
+from tests.ops.ascend_twin import Twin
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU twin cannot be built")
 

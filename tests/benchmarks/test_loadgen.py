@@ -47,7 +47,6 @@ def one(port: int, stream: LoadStream, **more: Any) -> StreamCounts:
     assert total(counts) == counts.due
     assert sum(map(sum, counts.bins)) == counts.due
     assert counts.answered_ms.count == counts.in_time + counts.late
-    assert counts.refused_ms.count == counts.refused
     return counts
 
 
@@ -69,6 +68,22 @@ def test_a_closed_loop_counts_what_the_server_saw(bodies: Path) -> None:
         assert counts.due == server.asked.total() > 4
         assert (counts.in_time, counts.refused) == (server.asked["ok"], server.asked["refuse"])
         assert {json.loads(body)["number"] for body in server.bodies} <= set(range(5))
+
+
+def test_a_request_has_its_own_headers_and_is_given_up_after_its_own_budget(tmp_path: Path) -> None:
+    path = tmp_path / "bodies"
+    path.write_text('X-User-Id: u\tX-Request-Timeout-Ms: 80.5\t{"number": 7}\n')
+    with stub("hang") as (port, server):
+        counts = one(port, bursts(path, burst_size=2, every_s=1.0), deadline_s=30.0)
+        assert (counts.due, counts.timeouts) == (2, 2)
+        assert server.bodies == [b'{"number": 7}'] * 2
+        assert all(b"\r\nX-User-Id: u\r\nX-Request-Timeout-Ms: 80.5\r\n" in head for head in server.heads)
+
+
+def test_an_answer_that_the_budget_is_over_is_late(bodies: Path) -> None:
+    with stub("expired") as (port, _):
+        counts = one(port, bursts(bodies), goal_s=30.0, deadline_s=60.0)
+        assert (counts.in_time, counts.late) == (0, 20)
 
 
 def test_latency_counts_from_the_due_instant(bodies: Path) -> None:
@@ -94,13 +109,10 @@ def test_a_request_without_a_connection_times_out_unsent(bodies: Path) -> None:
         assert server.asked["hang"] == 2
 
 
-def test_a_refused_client_sends_again_at_once_unless_told_otherwise(bodies: Path) -> None:
+def test_a_refused_client_sends_again_at_once(bodies: Path) -> None:
     with stub("refuse") as (port, server):
         counts = one(port, closed(bodies), deadline_s=30.0)
         assert counts.refused == server.asked["refuse"] > 8
-    with stub("refuse") as (port, server):
-        counts = one(port, closed(bodies), deadline_s=30.0, respect_retry_after=True)
-        assert counts.refused == server.asked["refuse"] == 4
 
 
 def test_arrivals_are_drawn_by_the_seed(bodies: Path) -> None:
@@ -150,8 +162,6 @@ def test_a_pause_is_felt_and_cpu_is_read(bodies: Path) -> None:
     assert counts.answered_ms.max >= 200
     assert counts.late >= 1
     assert 0 < counts.server_cpu_s < 60
-    assert 0 <= counts.main_thread_wait_s < 60
-    assert 0 < counts.main_thread_cpu_s <= counts.server_cpu_s * 1.1
 
 
 def test_what_stops_the_client_is_said(bodies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

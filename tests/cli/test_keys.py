@@ -10,8 +10,7 @@ from click.testing import CliRunner, Result
 from npu_gr.cli.keys import MAX_CHARACTERS, SCOPES
 from npu_gr.cli.main import main
 from npu_gr.core.kinds import Scope
-from npu_gr.server.auth.key_ring import KeyRing
-from npu_gr.server.auth.keys import MIN_CHARACTERS, read_keys
+from npu_gr.server.auth.keys import MIN_CHARACTERS, KeyRing, read_keys
 
 
 def keys(*words: str, stdin: str | bytes | None = None) -> Result:

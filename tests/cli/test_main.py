@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def write(folder: Path, **sections: object) -> Path:
-    from npu_gr.service.config import to_table
+    from npu_gr.core.settings import to_table
 
     path = folder / "c.yaml"
     path.write_text(yaml.safe_dump(to_table(make_config(folder, **sections))))

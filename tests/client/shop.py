@@ -11,9 +11,9 @@ import numpy as np
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.names import item_ids
+from npu_gr.jobs.service import Service
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.service.service import Service
 from tests.matching.vectors import make_vectors
 from tests.models import tiny_model
 from tests.serving import serving

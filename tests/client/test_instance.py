@@ -25,8 +25,8 @@ from npu_gr.core.errors import (
 from npu_gr.core.history import HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, Scope
 from npu_gr.core.request import RankRequest
+from npu_gr.jobs.service import Service
 from npu_gr.service.app import instance as running
-from npu_gr.service.service import Service
 from tests.keys import entry, secret, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, InstanceServer, columns, encoded, make_config, serving, until, write_checkpoint

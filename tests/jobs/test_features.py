@@ -26,11 +26,11 @@ from npu_gr.core.request import (
     RecommendRequest,
     SignalRequest,
 )
+from npu_gr.jobs.service import Service
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import load
 from npu_gr.relay.lookup import Inventory
-from npu_gr.service.service import Service
 from tests.features_of import every_feature, random_features, row, values
 from tests.models import CPU
 from tests.serving import FIRST_ID, serving, write_checkpoint

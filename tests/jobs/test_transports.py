@@ -22,7 +22,7 @@ from npu_gr.core.request import (
     RankRequest,
     SignalRequest,
 )
-from npu_gr.service.service import Service
+from npu_gr.jobs.service import Service
 from tests.features_of import random_features, values
 from tests.models import tiny_model
 from tests.server.test_generate_over_http import section

@@ -27,7 +27,7 @@ from npu_gr.core.request import (
     RecommendRequest,
     SignalRequest,
 )
-from npu_gr.service.service import Service
+from npu_gr.jobs.service import Service
 from tests.features_of import every_feature
 from tests.jobs.test_features import NOW, SECTIONS, Asked, logits
 from tests.serving import serving, write_checkpoint

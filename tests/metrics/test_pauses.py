@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from npu_gr.metrics.pauses import noted_pauses
+from npu_gr.metrics.registry.process import noted_pauses
 
 
 def test_pauses_are_noted_and_handed_over_once() -> None:

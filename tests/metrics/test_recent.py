@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npu_gr.metrics.recent import NEWEST, WITHIN_S, RecentAnswer, RecentAnswers, Share
+from npu_gr.metrics.slo import NEWEST, WITHIN_S, RecentAnswer, RecentAnswers, Share
 from tests.clock import Clock
 
 

@@ -13,13 +13,13 @@ from npu_gr.core.errors import ConfigError, Refusal
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.kinds import KINDS, RANK, Kind
 from npu_gr.core.request import Outcome, RankAnswer, Reason, Verdict
+from npu_gr.core.trace import CURRENT, begin
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.families import Families
-from npu_gr.metrics.registry.reloads import Reloaded, ReloadMetrics
+from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 from npu_gr.metrics.registry.requests import DOOR, AdmissionResult
 from npu_gr.metrics.slo import Objective
-from npu_gr.metrics.trace import CURRENT, begin
 
 
 def made(rank_s: float = 0.0421) -> tuple[Metrics, CollectorRegistry]:

@@ -9,8 +9,8 @@ import pytest
 
 from npu_gr.backend.calls import OrderCall, OrderTables
 from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.backend.cpu.items import NativeOrder
 from npu_gr.backend.cpu.library import supported
-from npu_gr.backend.cpu.order import NativeOrder
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.neighbours import Neighbours
 from npu_gr.model.order import DECAY, LINEAR, SCALE, WEIGHTS, Order, OrderSum

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from benchmarks.ascend_twin import Twin
+from tests.ops.ascend_twin import Twin
 
 
 @pytest.fixture(scope="session")

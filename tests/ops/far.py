@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.ascend_twin import I32, Machine, Twin
+from tests.ops.ascend_twin import I32, Machine, Twin
 from tests.ops.oracle import best, same
 
 MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on

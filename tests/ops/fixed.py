@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.ascend_twin import F32, Machine, Twin
 from tests.ops import hstu_fixed
+from tests.ops.ascend_twin import F32, Machine, Twin
 from tests.ops.far import FarFork, FarTopk
 from tests.ops.oracle import BeamFork, Case, Cost, CsrGatherTopk, MaskedTopk
 

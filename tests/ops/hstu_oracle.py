@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.ascend_twin import F32, I32, Machine, Twin, TwinReport
-from benchmarks.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from tests.ops.ascend_twin import F32, I32, Machine, Twin, TwinReport
 from tests.ops.far import untouched
+from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 Array = npt.NDArray[Any]
 KINDS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}

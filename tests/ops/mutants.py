@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.ascend_twin import Twin
+from tests.ops.ascend_twin import Twin
 from tests.ops.fixed import FIXED
 
 HANGS_S = 60.0  # of the processor: all fixed cases take seconds

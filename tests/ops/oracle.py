@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.ascend_twin import F32, I32, U8, Machine, Twin, TwinReport, packed
+from tests.ops.ascend_twin import F32, I32, U8, Machine, Twin, TwinReport, packed
 
 Array = npt.NDArray[Any]
 NEG_INF = np.float32(-np.inf)

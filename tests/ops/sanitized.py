@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 
-from benchmarks.ascend_twin import Twin
+from tests.ops.ascend_twin import Twin
 from tests.ops.cases import STRATEGIES
 from tests.ops.fixed import FIXED
 from tests.ops.oracle import Case

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ascend_twin import SOURCES
 from npu_gr.backend.npu import versions
 from npu_gr.backend.npu.versions import LEAST_CANN, NEWEST_CANN, number
+from tests.ops.ascend_twin import SOURCES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the kernels cannot be preprocessed")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.ascend_twin import SOURCES
 from npu_gr.backend.npu.ops import SCHEMAS
+from tests.ops.ascend_twin import SOURCES
 from tests.ops.pretended import toolkit
 
 pytestmark = pytest.mark.skipif(not SOURCES.is_dir(), reason="the Ascend C sources are not here")

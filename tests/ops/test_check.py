@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.ascend_twin import Twin
 from npu_gr.backend.npu.check import disagreements
 from tests.backend.npu.on_twin import HstuOnTwin
+from tests.ops.ascend_twin import Twin
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from benchmarks.ascend_twin import Machine, NoPlanError, Twin, TwinError, packed
+from tests.ops.ascend_twin import Machine, NoPlanError, Twin, TwinError, packed
 from tests.ops.cases import STRATEGIES
 from tests.ops.fixed import FIXED
 from tests.ops.oracle import Case

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ascend_twin import SOURCES
+from tests.ops.ascend_twin import SOURCES
 from tests.ops.pretended import toolkit
 
 SMALL = """#include "kernel_operator.h"

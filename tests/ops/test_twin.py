@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ascend_twin
 from npu_gr.core.errors import ConfigError
+from tests.ops import ascend_twin
 
 ROOT = Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU twin cannot be built")

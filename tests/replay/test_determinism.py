@@ -9,12 +9,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from npu_gr.core.kinds import A, Kind, Q
+from npu_gr.jobs.base import Permit
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import LoggedHistory, QueryRecord
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.report import Report
 from npu_gr.replay.run import replay
-from npu_gr.server.admission.controller import Permit
 from tests.models import events
 from tests.serving import FIRST_ID, serving
 

@@ -16,8 +16,8 @@ import pytest
 from npu_gr.core.errors import ConfigError, DataError, Unavailable
 from npu_gr.core.history import UserKey
 from npu_gr.replay import erased, files, purge
+from npu_gr.replay.erased import KEY_FILE, made_key, recorded_as
 from npu_gr.replay.files import QueryLog, raw_lines, read, write
-from npu_gr.replay.identity import KEY_FILE, made_key, recorded_as
 from npu_gr.replay.recorder import RecordConfig, Recorder
 from tests.replay.test_recorder import over
 
@@ -190,7 +190,7 @@ def test_a_conversion_leaves_erased_users_out(tmp_path: Path) -> None:
     erase(tmp_path, "anna")
     before = os.umask(0)
     try:
-        for name in ("log.jsonl.zst", "log.parquet"):
+        for name in ("log.jsonl.zst", "log.jsonl.gz"):
             assert write(tmp_path / "out" / name, QueryLog(path)) == 6
             assert (tmp_path / "out" / name).stat().st_mode & 0o777 == 0o600
     finally:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from npu_gr.replay.files import read, write
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.files import read
+from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.run import replay
 from tests.features_of import every_feature
 from tests.models import events
@@ -19,8 +17,7 @@ CROSS: dict[str, Any] = {"tags": [["a"], None], "spent": [None, 0.125]}
 OF_EVENTS: dict[str, Any] = {"country": ["fr", "de", None, "fr"] * 5, "age": [0.5] * 20}
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-async def test_a_replay_with_features_is_answered_the_same(tmp_path: Path, suffix: str) -> None:
+async def test_a_replay_with_features_is_answered_the_same(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint", features=every_feature(), retrieval=True)
     record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
     sections: dict[str, Any] = {"recommend": {"sources": {"trunk": 20}}}
@@ -41,9 +38,6 @@ async def test_a_replay_with_features_is_answered_the_same(tmp_path: Path, suffi
     assert second.features.user is None, "those of the base"
     assert third.features is not None
     assert third.features.cross is None
-    if suffix == ".parquet":
-        write(path := tmp_path / "log.parquet", [first, second, third])
-        assert [one.features for one in read(path)] == [first.features, second.features, third.features]
     async with serving(tmp_path, watched=False, **sections) as (client, _):
         report = await replay(path, ReplayOptions(base_url=str(client.make_url("")), histories="whole"))
     assert not report.errors

@@ -21,12 +21,10 @@ from npu_gr.core.request import (
     SignalRequest,
 )
 from npu_gr.matching.vectors import save
-from npu_gr.replay.body import encode
-from npu_gr.replay.fields import REQUEST_FIELDS
 from npu_gr.replay.files import read, write
-from npu_gr.replay.log import NOT_LOGGED, OPTIONS, RECORDED, SCORED, LoggedHistory, QueryRecord
+from npu_gr.replay.log import NOT_LOGGED, OPTIONS, RECORDED, REQUEST_FIELDS, SCORED, LoggedHistory, QueryRecord
 from npu_gr.replay.recorder import RecordedRequest, record_of
-from npu_gr.replay.sample import read_answer
+from npu_gr.replay.requests import encode, read_answer
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events
 from tests.server.test_recommend_over_http import section
@@ -121,8 +119,7 @@ def test_a_history_is_sent_as_a_delta_where_the_kind_takes_one(kind: str) -> Non
     assert ("base" in msgspec.json.decode(encode(record))) == RECORDED[kind].takes_delta
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-async def test_what_a_route_takes_is_recorded_and_taken_again(tmp_path: Path, suffix: str) -> None:
+async def test_what_a_route_takes_is_recorded_and_taken_again(tmp_path: Path) -> None:
     """Each request is sent to an instance that records; what it recorded is what was sent, and is answered again."""
     save(make_vectors(), tmp_path / "vectors")
     sections: dict[str, Any] = {
@@ -142,7 +139,7 @@ async def test_what_a_route_takes_is_recorded_and_taken_again(tmp_path: Path, su
             assert (answer is not None) == (record.kind in SCORED)
             assert bool(fingerprint) == kind.takes_delta
     (path,) = (tmp_path / "traffic").iterdir()
-    log = tmp_path / f"log{suffix}"
+    log = tmp_path / "log.jsonl.zst"
     write(log, read(path))
     for record, again in zip(sent, read(log), strict=True):
         assert encode(again) == encode(record) or msgspec.json.decode(encode(again)) == plain(record)

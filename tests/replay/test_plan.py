@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.replay.log import LoggedHistory, QueryRecord
-from npu_gr.replay.options import ReplayOptions
-from npu_gr.replay.plan import Action, plan
+from npu_gr.replay.plan import Action, ReplayOptions, plan
 
 EVENTS = LoggedHistory(items=[1], actions=[0], timestamps=[1])
 

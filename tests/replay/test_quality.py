@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.replay.quality import ndcg_at
+from npu_gr.replay.tally import ndcg_at
 
 CASES = st.lists(st.tuples(st.sampled_from([-1.0, 0.0, 0.5, float("nan")]), st.integers(0, 1)), min_size=1, max_size=6)
 

@@ -20,10 +20,9 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.request import SignalRequest
 from npu_gr.matching.vectors import save
 from npu_gr.replay.compare import compare
-from npu_gr.replay.digests import digest
 from npu_gr.replay.files import QueryLog, read, write
-from npu_gr.replay.log import QueryRecord
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.log import QueryRecord, digest
+from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.recorder import RecordConfig, RecordedRequest, Recorder
 from npu_gr.replay.run import replay
 from tests.matching.test_fold import make_folding
@@ -97,8 +96,7 @@ async def test_a_service_records_what_it_was_asked_and_a_replay_is_answered_the_
     assert (drift.num_with_values, drift.max_drift < 1e-5) == (2, True)  # bits may differ: one path was a hit
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path, suffix: str) -> None:
+async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: Path) -> None:
     save(make_vectors(folding=make_folding()), tmp_path / "vectors")
     sections: dict[str, Any] = {
         "record": {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
@@ -124,7 +122,7 @@ async def test_matches_are_recorded_and_a_replay_is_answered_the_same(tmp_path: 
         if status == 200:
             told = answer["basis"], answer["vectors_version"], digest({"": answer["scores"]}, answer["items"])
             assert (record.answer.outcome, record.answer.model_version, record.answer.digest) == told
-    log = tmp_path / f"log{suffix}"
+    log = tmp_path / "log.jsonl.zst"
     write(log, records)
     for mode in ("logged", "delta"):
         async with serving(tmp_path, watched=False, match=match) as (client, _):

@@ -15,14 +15,13 @@ import pytest
 from aiohttp import web
 
 from npu_gr.core.errors import DataError
-from npu_gr.replay.answers import read_answers
+from npu_gr.replay.compare import read_answers
 from npu_gr.replay.files import write
 from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, QueryRecord
-from npu_gr.replay.options import ReplayOptions
-from npu_gr.replay.plan import plan
+from npu_gr.replay.plan import ReplayOptions, plan
 from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.requests import Sample
 from npu_gr.replay.run import replay, stop_on_interrupt
-from npu_gr.replay.sample import Sample
 from tests.replay.fake import Fake, ranked, service
 
 EVENTS = LoggedHistory(items=[1], actions=[0], timestamps=[1])

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.report import report
-from npu_gr.replay.sample import ReplayedAnswer, Sample
+from npu_gr.replay.requests import ReplayedAnswer, Sample
 
 
 def sample(due_at: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: float = 0.0, **values: Any) -> Sample:

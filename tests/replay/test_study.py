@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.report import Report, report
 from npu_gr.replay.study import CLOSE_RATIO, RateSearchOptions, Study, name, search, sweep
 from tests.replay.test_report import sample

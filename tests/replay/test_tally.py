@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.replay.histogram import MAX_SLICES, Latency, Point, Scatter, Slices
 from npu_gr.replay.report import summarise
-from npu_gr.replay.sample import Sample
-from npu_gr.replay.tally import PooledAuc, Tally
+from npu_gr.replay.requests import Sample
+from npu_gr.replay.tally import MAX_SLICES, Latency, Point, PooledAuc, Scatter, Slices, Tally
 from tests.replay.test_report import sample
 
 

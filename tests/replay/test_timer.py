@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from npu_gr.replay.timer import Timer
+from npu_gr.replay.player import Timer
 
 
 @pytest.mark.parametrize("platform", ["linux", "other"])
@@ -18,7 +18,7 @@ async def test_it_wakes_at_its_time(
 ) -> None:
     if platform == "linux" and sys.platform != "linux":
         pytest.skip("timerfd is Linux's")
-    monkeypatch.setattr("npu_gr.replay.timer.sys.platform", platform)
+    monkeypatch.setattr("npu_gr.replay.player.sys.platform", platform)
     with caplog.at_level(logging.WARNING):
         async with Timer() as timer:
             for wait_s in (0.002, 0.0, 0.01):

@@ -18,10 +18,11 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import ModelInfo, VectorsInfo
+from npu_gr.jobs.base import Permit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
-from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController, Permit
-from npu_gr.server.codec.base import Shown
+from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController
+from npu_gr.server.codec.fields import Shown
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin

@@ -61,7 +61,7 @@ def register_shout() -> None:
     import msgspec
 
     from npu_gr.server.codec import CODECS
-    from npu_gr.server.codec.base import Codec
+    from npu_gr.server.codec.fields import Codec
     from npu_gr.server.config import ServerConfig
 
     def parse(body: Any, _config: ServerConfig, _names: object) -> ShoutRequest:

@@ -15,8 +15,8 @@ import pytest
 from npu_gr.client import AsyncClient, Behaviours
 from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.replay.body import encode
 from npu_gr.replay.files import read
+from npu_gr.replay.requests import encode
 from npu_gr.server.codec.media import MSGPACK
 from tests.features_of import random_features, values
 from tests.models import events

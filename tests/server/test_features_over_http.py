@@ -14,7 +14,7 @@ import pytest
 from npu_gr.client import AsyncClient, Behaviours, Features
 from npu_gr.core.errors import RequestError
 from npu_gr.core.feature_schema.encode import hash_names
-from npu_gr.service.service import Service
+from npu_gr.jobs.service import Service
 from tests.features_of import every_feature
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from npu_gr.core.errors import BadRequest, DeadlineExceeded
-from npu_gr.server.headers import budget_s
+from npu_gr.server.http import budget_s
 
 
 @pytest.mark.parametrize(

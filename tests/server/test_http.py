@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestClient
 from hypothesis import HealthCheck, Phase, settings
 from openapi_spec_validator import validate
 
-from npu_gr.server.debug import profile
+from npu_gr.server.debug import stacks as profile
 from npu_gr.server.openapi import document
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving

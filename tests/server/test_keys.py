@@ -17,7 +17,7 @@ from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.auth.rules import rules
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.debug import profile
+from npu_gr.server.debug import stacks as profile
 from npu_gr.server.openapi import document
 from npu_gr.server.recording import OwnRecorder, add_record_routes
 from npu_gr.server.routes import build_web_app

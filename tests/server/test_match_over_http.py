@@ -19,8 +19,8 @@ from npu_gr.engine.queue import JobOrder
 from npu_gr.features.embedded import EmbeddedStore
 from npu_gr.features.store import StoredHistory
 from npu_gr.jobs.match import MatchJob
+from npu_gr.jobs.service import Service
 from npu_gr.matching.vectors import save
-from npu_gr.service.service import Service
 from tests.matching.test_fold import make_folding
 from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 from tests.serving import serving, until

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestClient
 from npu_gr.catalogue.names import FILE, ItemNames
 from npu_gr.core.names import item_id, item_ids
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.server.codec.items import MOST_ITEMS
+from npu_gr.server.codec.fields import MOST_ITEMS
 from tests.models import events, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.serving import serving

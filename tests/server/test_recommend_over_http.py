@@ -18,8 +18,8 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.queue import Job, JobQueue
 from npu_gr.jobs.cascade_plan import HookContext
+from npu_gr.jobs.service import Service
 from npu_gr.matching.vectors import save
-from npu_gr.service.service import Service
 from tests.decoders import VARIANTS, saved
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events

@@ -14,9 +14,9 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.names import item_id
 from npu_gr.jobs.cascade_plan import HookContext
+from npu_gr.jobs.service import Service
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.service.service import Service
 from tests.decoders import VARIANTS, saved
 from tests.matching.vectors import make_vectors
 from tests.models import tiny_model

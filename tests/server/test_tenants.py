@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from npu_gr.core.history import UserKey
+from npu_gr.jobs.service import Service
 from npu_gr.matching.vectors import save
 from npu_gr.replay.files import read
-from npu_gr.service.service import Service
 from tests.fault_proxy import FaultProxy
 from tests.features.redis_server import redis_path
 from tests.keys import bearer, entry, write_keys

@@ -19,12 +19,12 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
 from npu_gr.jobs.cascade_plan import HookContext
+from npu_gr.jobs.service import Service
 from npu_gr.jobs.sources import TrunkUse
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import load
-from npu_gr.service.service import Service
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import CPU, events, tiny_order
 from tests.server.test_recommend_over_http import HISTORY, SHOWN_AT, only_seen, post, recommend, results

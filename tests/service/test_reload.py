@@ -261,7 +261,7 @@ async def test_settings_take_effect_without_a_new_model(tmp_path: Path, monkeypa
         with pytest.raises(Overloaded):
             await service.admission.enter("rank", "", time.monotonic(), 0.01)
         for slot in slots:
-            slot.leave()
+            slot.__exit__()
         body = {"user_id": "u", "history": history(Request(LENGTH, 5, 0)), "candidates": [FIRST_ID]}
         answer = await (await client.post("/v1/rank", json=body)).json()
         assert answer["reason"] == "disabled"

@@ -26,7 +26,7 @@ def test_a_serving_process_loads_no_trainer_no_player_no_bench() -> None:
     code = "import sys, npu_gr.service.app; print(*(m for m in sys.modules if m.startswith('npu_gr.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert "npu_gr.service.service" in loaded
+    assert "npu_gr.jobs.service" in loaded
     foreign = ("train", "bench", "tools", "simulate", "cli", "router", "fleet")
     assert not [name for name in loaded if name.split(".")[1] in foreign]
     assert not [name for name in loaded if name.split(".")[-1] in ("player", "plan", "timer", "interactions")]

@@ -29,7 +29,7 @@ from npu_gr.core.logs import QueuedHandler
 from npu_gr.core.request import EraseRequest
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.rank_engine import RankEngine
-from npu_gr.service.service import Service
+from npu_gr.jobs.service import Service
 from tests.decoders import VARIANTS, saved
 from tests.engine.kv.invariants import check_dram, check_pool
 from tests.models import Request, full, tiny_model

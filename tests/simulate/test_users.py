@@ -9,7 +9,7 @@ import pytest
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import Events
 from npu_gr.replay.log import LoggedHistory, QueryRecord
-from npu_gr.replay.options import ReplayOptions
+from npu_gr.replay.plan import ReplayOptions
 from npu_gr.simulate.config import Lognormal, UsersConfig
 from npu_gr.simulate.fit import fit_mixture, fit_users, requests_of, zipf_exponent
 from npu_gr.simulate.users import Zipf, normal_of, signals_and_ranks, visits

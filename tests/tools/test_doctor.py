@@ -13,14 +13,13 @@ from torch import Tensor
 
 from npu_gr.backend import checks
 from npu_gr.backend.calls import BeamCall, HstuCall
-from npu_gr.backend.checks import Finding, FindingState
+from npu_gr.backend.checks import OPS, Finding, FindingState, compare
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import NativeError
 from npu_gr.backend.npu import device as npu_device
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.npu.check import disagreements
-from npu_gr.backend.op_parity import OPS, compare
 from npu_gr.tools import acceptance, doctor
 from npu_gr.tools.acceptance import accept
 from npu_gr.tools.check_config import table

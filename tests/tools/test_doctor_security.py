@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.kinds import Scope
+from npu_gr.route.config import RouterConfig
+from npu_gr.service.config import Config
 from npu_gr.tools.check_config import table
-from npu_gr.tools.doctor_security import Openness, WayIn, examine, is_closed
+from npu_gr.tools.doctor_security import _FILE, LINES, Openness, WayIn, examine, is_closed, ways_in
 from tests.keys import entry, write_keys
 
 TLS = {"certificate": "tls.crt", "key": "tls.key", "client_ca": "ca.crt"}
@@ -147,6 +150,17 @@ def test_a_router(tmp_path: Path) -> None:
     assert of(found, "instances gr-0")[1:3] == (Openness.CLOSED, "encrypted; the router shows a certificate")
 
 
+def test_a_routers_picker_and_peers(tmp_path: Path) -> None:
+    found = router(tmp_path, picker={}, peers={"r0": "127.0.0.1:1024"}, peer="r0")
+    assert of(found, "router.picker").openness is of(found, "peers.r0").openness is Openness.LOCAL
+    keys = write_keys(tmp_path / "keys", entry("ops", scopes=[Scope.ADMIN]))
+    given = {"api_keys_file": keys, "peers": {"r0": "10.0.0.1:1024"}, "peer": "r0"}
+    found = router(tmp_path, picker={"host": "0.0.0.0"}, **given)
+    assert of(found, "router.picker").openness is of(found, "peers.r0").openness is Openness.OPEN
+    found = router(tmp_path, picker={"host": "0.0.0.0", "tls": TLS}, **given)
+    assert of(found, "router.picker").openness is Openness.CLOSED
+
+
 def test_the_command_fails_where_something_is_open(tmp_path: Path) -> None:
     run = CliRunner().invoke
     instance(tmp_path)
@@ -160,3 +174,34 @@ def test_the_command_fails_where_something_is_open(tmp_path: Path) -> None:
     assert told["ok"] is False
     assert {way["openness"] for way in told["ways_in"]} == {"open", "local"}
     assert run(main, ["doctor", "--security"]).exit_code == 2
+
+
+@pytest.mark.parametrize("cls", [Config, RouterConfig])
+def test_every_host_port_file_and_url_of_the_types_has_a_line(cls: type[Any]) -> None:
+    """A setting that is new is a file, which gets its line by itself, or somebody says what it opens."""
+    has_none = [
+        path
+        for path in ways_in(cls)
+        if path not in LINES and not re.fullmatch(_FILE, path.rpartition(".")[2]) and path != "server.otlp_endpoint"
+    ]
+    assert has_none == []
+    assert len(ways_in(cls)) > 10
+
+
+def test_files_that_are_read_and_addresses_of_every_kind_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir(mode=0o755)
+    (tmp_path / "popular.txt").touch()
+    (tmp_path / "popular.txt").chmod(0o666)
+    (tmp_path / "user.key").touch(0o600)
+    found = instance(
+        tmp_path,
+        checkpoint=str(tmp_path / "model"),
+        recommend={"popular": str(tmp_path / "popular.txt"), "sources": {"trunk": 9}},
+        server={"log_user_key_file": str(tmp_path / "user.key"), "grpc_port": 8083, "agent_port": 8082},
+    )
+    assert of(found, "checkpoint").openness is Openness.CLOSED
+    assert of(found, "recommend.popular")[1:3] == (Openness.OPEN, "other users can change it: its mode is 666")
+    assert of(found, "server.log_user_key_file").openness is Openness.CLOSED
+    assert of(found, "server.grpc").openness is Openness.LOCAL
+    assert of(found, "server.agent").openness is Openness.LOCAL
+    assert "knows nothing" not in table(found)

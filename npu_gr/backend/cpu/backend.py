@@ -24,15 +24,11 @@ from npu_gr.backend.calls import (
     OrderTables,
     TopkCall,
 )
-from npu_gr.backend.cpu.affine import AffineKernel
-from npu_gr.backend.cpu.beams import NativeBeams
-from npu_gr.backend.cpu.hstu import HstuKernels
-from npu_gr.backend.cpu.hstu_find import HstuFindKernel
-from npu_gr.backend.cpu.hstu_pass import HstuPassKernel
-from npu_gr.backend.cpu.items import NativeItems
+from npu_gr.backend.cpu.beams import NativeBeams, NativeTopk
+from npu_gr.backend.cpu.hstu import AffineKernel, HstuKernels
+from npu_gr.backend.cpu.hstu_pass import HstuFindKernel, HstuPassKernel
+from npu_gr.backend.cpu.items import NativeItems, NativeOrder
 from npu_gr.backend.cpu.library import ELEMENT, Native, NativeError, load
-from npu_gr.backend.cpu.order import NativeOrder
-from npu_gr.backend.cpu.topk import NativeTopk
 from npu_gr.backend.names import NativeMode
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles
 from npu_gr.backend.torch_ops import TorchOps

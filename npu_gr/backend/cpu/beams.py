@@ -1,18 +1,21 @@
-"""Beam attention by the native kernel: prefix and own tokens read as they are stored, one softmax over both.
+"""The native kernels of generation: beam attention, and xBeam's selection.
 
-Source: `ops/cpu/beam.h`. The workspace holds one KV head's prefix in fp32; it is made once and grows.
+Attention reads prefix and own tokens as they are stored, one softmax over both (`ops/cpu/beam.h`); the workspace holds
+one KV head's prefix in fp32. Selection takes one pass over the logits, or none but the valid ones (`ops/cpu/topk.h`,
+`head.h`). Workspaces are made once and grow; results are small new tensors.
 """
 
 from __future__ import annotations
 
 import threading
 from ctypes import byref, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from npu_gr.backend.calls import BeamCall
-from npu_gr.backend.cpu.library import ELEMENT, BeamJob, Native
+from npu_gr.backend.calls import BeamCall, Choices, Continuations, TopkCall
+from npu_gr.backend.cpu.library import ELEMENT, BeamJob, HeadJob, Native, TopkJob
 
 
 class _Reused(threading.local):
@@ -20,6 +23,7 @@ class _Reused(threading.local):
 
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
+        self.values = torch.empty(0)
 
 
 class NativeBeams:
@@ -69,3 +73,98 @@ class NativeBeams:
         job.workspace = self._reused.workspace.data_ptr()
         self._kernels.beam_attention(byref(job))
         return out
+
+
+class NativeTopk:
+    """Compute `Backend.beam_topk` and `gathered_topk` for fp32 and bf16. Any thread may call."""
+
+    def __init__(self, native: Native) -> None:
+        self._kernels = native.kernels
+        self._reused = _Reused()
+
+    @staticmethod
+    def takes(scores: Tensor, acc: Tensor, follow: Continuations) -> bool:
+        """Tell whether the kernels read these dtypes: not fp64, which only tests have."""
+        return scores.dtype in ELEMENT and acc.dtype == torch.float32 and follow.code.dtype == torch.int32
+
+    def beam_topk(self, call: TopkCall, norm: Tensor | None = None) -> Choices:
+        """Select; `norm`, fp32 [rows], receives the log-sum-exp of the rows that were visited."""
+        logits = call.logits if call.logits.stride(1) == 1 else call.logits.contiguous()
+        rows, columns = logits.shape
+        first, end, _ = (call.codes or slice(None)).indices(columns)
+        return self._select(
+            call.follow,
+            call.width,
+            call.acc,
+            columns,
+            logits=logits.data_ptr(),
+            element=ELEMENT[logits.dtype],
+            row_stride=logits.stride(0),
+            num_rows=rows,
+            first_column=first,
+            num_codes=end - first,
+            over_valid=call.over == "valid",
+            scale=call.scale,
+            norm=None if norm is None else norm.data_ptr(),
+        )
+
+    def gathered_topk(
+        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float
+    ) -> Choices:
+        hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        assert weight.stride(1) == 1
+        assert weight.dtype == hidden.dtype
+        ends = follow.degree.cumsum(0)
+        starts = ends - follow.degree
+        total = int(ends[-1]) if len(ends) else 0
+        if total > len(self._reused.values):
+            self._reused.values = torch.empty(total)
+        lo = follow.lo.contiguous()
+        degree = follow.degree.contiguous()
+        shared = {"lo": lo.data_ptr(), "degree": degree.data_ptr(), "code": follow.code.data_ptr()}
+        values = {"values": self._reused.values.data_ptr(), "value_start": starts.data_ptr()}
+        head = HeadJob(
+            hidden=hidden.data_ptr(),
+            weight=weight.data_ptr(),
+            element=ELEMENT[hidden.dtype],
+            hidden_stride=hidden.stride(0),
+            weight_stride=weight.stride(0),
+            num_rows=len(hidden),
+            dim=hidden.shape[1],
+            scale=scale,
+            **shared,
+            **values,
+        )
+        self._kernels.gathered_head(head)
+        return self._select(
+            follow, width, acc, len(weight), num_rows=len(hidden), num_codes=len(weight), over_valid=1, **values
+        )
+
+    def _select(self, follow: Continuations, width: int, acc: Tensor, columns: int, **job: Any) -> Choices:
+        lo = follow.lo.contiguous()
+        degree = follow.degree.contiguous()
+        acc = acc.contiguous()
+        need = self._kernels.beam_topk_bytes(job["num_rows"], columns, width)
+        if need > len(self._reused.workspace):
+            self._reused.workspace = torch.empty(need, dtype=torch.uint8)
+        score = torch.empty(width)
+        parent, edge = torch.empty(2, width, dtype=torch.int64)
+        found: int = self._kernels.beam_topk(
+            TopkJob(
+                num_columns=columns,
+                acc=acc.data_ptr(),
+                lo=lo.data_ptr(),
+                degree=degree.data_ptr(),
+                code=follow.code.data_ptr(),
+                allowed=None if follow.allowed is None else follow.allowed.data_ptr(),
+                width=width,
+                workspace=self._reused.workspace.data_ptr(),
+                score=score.data_ptr(),
+                parent=parent.data_ptr(),
+                edge=edge.data_ptr(),
+                **job,
+            )
+        )
+        if found < 0:
+            raise FloatingPointError("a logit is not a number")
+        return Choices(score[:found], parent[:found], edge[:found])

@@ -3,6 +3,11 @@
 Every call builds one structure of pointers, and the tensors behind them outlive the call. Rows that are not in tiles
 yet are packed into a scratch first, so every tile begins at a multiple of 64 tokens whatever was cached: cached and
 full inference give the same bits.
+
+Linear layers through the CPU kernels: weights packed once, SiLU in registers; mirrors `Affine` of hstu_call.h.
+
+A layer's packed weights live as long as the layer. They are packed again when its weight is replaced or written to.
+For inference only: no gradient passes through.
 """
 
 from __future__ import annotations
@@ -10,13 +15,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from npu_gr.backend.calls import HstuCall
-from npu_gr.backend.cpu.library import ELEMENT, Native
-from npu_gr.backend.tiles import TILE_TOKENS, Slab, Tiles, empty, unpack
+from npu_gr.backend.cpu.library import ELEMENT, Native, Scratch
+from npu_gr.backend.tiles import TILE_TOKENS, Slab, Tiles, empty, padded, unpack
 
 
 class _Tiles(Structure):
@@ -64,8 +71,6 @@ class _Reused(threading.local):
     """Memory that calls of one thread reuse."""
 
     def __init__(self) -> None:
-        self.scratch = torch.empty(0, dtype=torch.uint8)
-        self.scratch_bytes = 0  # `len` of a tensor takes ten times as long as the rest
         self.own: dict[tuple[int, int, int, torch.dtype], Tiles] = {}  # tiles of rows that nobody keeps, by shape
 
 
@@ -75,6 +80,7 @@ class HstuKernels:
     def __init__(self, native: Native) -> None:
         self._kernels = native.kernels
         self._reused = _Reused()
+        self.scratch = Scratch()
 
     def pack(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
         if not len(k):
@@ -117,17 +123,9 @@ class HstuKernels:
             len(times), times.data_ptr(), call.query_time,
             position.data_ptr(), position.shape[1], time.data_ptr(), call.alpha,
         )  # fmt: skip
-        native.scratch = self.scratch_at(self._kernels.hstu_scratch_bytes(byref(native), own is None))
+        native.scratch = self.scratch.at(self._kernels.hstu_scratch_bytes(byref(native), own is None))
         op(byref(native))
         return out
-
-    def scratch_at(self, num_bytes: int) -> int:
-        """Address of memory for one call, aligned to 64; this thread's next call overwrites it."""
-        reused = self._reused
-        if reused.scratch_bytes < num_bytes + 64:
-            reused.scratch_bytes = num_bytes + num_bytes // 4 + 64
-            reused.scratch = torch.empty(reused.scratch_bytes, dtype=torch.uint8)
-        return -(-reused.scratch.data_ptr() // 64) * 64
 
     def _in_tiles(self, slabs: Sequence[Slab | Tiles], dtype: torch.dtype) -> list[Tiles]:
         """The tokens of all slabs in tiles, full ones but for the last; whole tiles are read where they are."""
@@ -170,3 +168,74 @@ class HstuKernels:
             own[key] = empty(num_tiles, num_heads, qk_dim, v_dim, dtype)
         held = own[key]
         return held._replace(k=held.k[:num_tiles], v=held.v[:num_tiles])
+
+
+class _Affine(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_rows", "num_in", "num_out", "x_dtype", "tile_dtype", "y_dtype")),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("is_silu", c_int64),
+        ("y", c_void_p),
+        ("scratch", c_void_p),
+    ]
+
+
+class Packed(NamedTuple):
+    """A layer's weights as the kernels read them."""
+
+    stamp: tuple[int, int, int, int]  # address and version counter of the weight, then of the bias
+    weight: Tensor  # tiles of 64 outputs
+    bias: Tensor  # fp32, padded to whole tiles
+
+
+class AffineKernel:
+    """Compute `Backend.affine` for fp32 and bf16. Any thread may call."""
+
+    def __init__(self, native: Native, hstu: HstuKernels) -> None:
+        self._kernels = native.kernels
+        self._hstu = hstu
+        self._has_dot = native.has_bf16_dot
+        self._packed: WeakKeyDictionary[nn.Linear, dict[tuple[int, int], Packed]] = WeakKeyDictionary()
+
+    def __call__(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        packed = self.packed(layer, first, last)
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        y = torch.empty(len(rows), last - first, dtype=layer.weight.dtype)
+        if not y.numel():
+            return y.view(*x.shape[:-1], last - first)
+        call = _Affine(
+            len(rows), rows.shape[1], last - first, ELEMENT[rows.dtype], ELEMENT[packed.weight.dtype], ELEMENT[y.dtype],
+            rows.data_ptr(), rows.stride(0), packed.weight.data_ptr(), packed.bias.data_ptr(), is_silu, y.data_ptr(),
+        )  # fmt: skip
+        call.scratch = self._hstu.scratch.at(self._kernels.affine_scratch_bytes(byref(call)))
+        self._kernels.affine(byref(call))
+        return y.view(*x.shape[:-1], last - first)
+
+    def packed(self, layer: nn.Linear, first: int, last: int) -> Packed:
+        """Return outputs first..last - 1 of a layer as the kernels read them."""
+        weight = layer.weight
+        bias = layer.bias
+        of_bias = (0, 0) if bias is None else (bias.data_ptr(), bias._version)
+        stamp = (weight.data_ptr(), weight._version, *of_bias)
+        parts = self._packed.setdefault(layer, {})
+        found = parts.get((first, last))
+        if found is None or found.stamp != stamp:
+            own = None if bias is None else bias[first:last]
+            found = parts[first, last] = Packed(stamp, *self._pack(weight[first:last], own))
+        return found
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        num_out, num_in = weight.shape
+        dtype = weight.dtype if self._has_dot else torch.float32
+        num_tiles = -(-num_out // TILE_TOKENS)
+        keys = torch.zeros(num_tiles, 1, padded(num_in, 0)[0] * TILE_TOKENS, dtype=dtype)
+        into = Tiles(keys, keys.new_empty(num_tiles, 1, 0), 0, num_in, 0)
+        self._hstu.pack(into, 0, weight[:, None], weight.new_empty(num_out, 1, 0))
+        wide = torch.zeros(num_tiles * TILE_TOKENS)
+        if bias is not None:
+            wide[:num_out] = bias
+        return keys, wide

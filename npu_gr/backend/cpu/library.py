@@ -7,6 +7,7 @@ the GIL for each call. Buffers go in as `tensor.data_ptr()`. `Table` mirrors `op
 from __future__ import annotations
 
 import ctypes
+import threading
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -175,6 +176,21 @@ def load(isa: str = "", library: Path = LIBRARY) -> Native:
     if (kernels.num_bytes, kernels.abi) != (ctypes.sizeof(Table), ABI):
         raise NativeError(f"{library.name} was built from other sources: pip install npu_gr again")
     return Native(kernels)
+
+
+class Scratch(threading.local):
+    """Memory for one call of a thread; the thread's next call overwrites it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._num_bytes = 0  # `len` of a tensor takes ten times as long as the rest
+
+    def at(self, num_bytes: int) -> int:
+        """Return the address of so many bytes, aligned to 64."""
+        if self._num_bytes < num_bytes + 64:
+            self._num_bytes = num_bytes + num_bytes // 4 + 64
+            self._memory = torch.empty(self._num_bytes, dtype=torch.uint8)
+        return -(-self._memory.data_ptr() // 64) * 64
 
 
 def address(array: npt.NDArray[Any]) -> int:

@@ -147,7 +147,12 @@ class KVArena:
             self._write_tiles(layer, runs, start_token, k, v)
             return
         done = 0
-        for slab_k, slab_v in self._slabs_from(layer, runs, start_token):
+        for run in runs:
+            run_k, run_v = self._slab(layer, run)
+            slab_k, slab_v = run_k[start_token:], run_v[start_token:]
+            start_token = max(0, start_token - len(run_k))
+            if not len(slab_k):
+                continue
             part = slice(done, done + len(slab_k))
             rows = len(k[part])
             slab_k[:rows].copy_(k[part])
@@ -186,13 +191,6 @@ class KVArena:
             v = v[here:]
             start_token = max(0, start_token - room)
         assert not len(k), f"{len(k)} rows do not fit the pages"
-
-    def _slabs_from(self, layer: int, runs: Sequence[PageRun], start_token: int) -> Iterator[Slab]:
-        for run in runs:
-            k, v = self._slab(layer, run)
-            if start_token < len(k):
-                yield k[start_token:], v[start_token:]
-            start_token = max(0, start_token - len(k))
 
     def zero(self, runs: Sequence[PageRun]) -> None:
         """Overwrite pages with zeros."""

@@ -315,7 +315,8 @@ class PrefixPool(PageTier[PrefixEntry]):
     def evictable_bytes(self) -> int:
         """Bytes of the entries that can still be read, and are given up as soon as room is needed."""
         self._expire()
-        return self._evictable_pages() * self.arena.layout.page_bytes
+        pages = sum(holding.evictable.num_pages for holding in self.shares.accounts)
+        return pages * self.arena.layout.page_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -358,7 +359,7 @@ class PrefixPool(PageTier[PrefixEntry]):
         if need > room.num_pages:
             raise PoolExhausted(
                 f"need {need} pages, {self._pages.num_free} of {self._pages.num_pages} are free "
-                f"and {self._evictable_pages()} can be evicted"
+                f"and {self.evictable_bytes // self.arena.layout.page_bytes} can be evicted"
                 + (", but other tenants want room too" if room.is_at_share else "")
             )
         if (before := self._found.get(key)) is not None:
@@ -453,9 +454,6 @@ class PrefixPool(PageTier[PrefixEntry]):
             if entry.state is EntryState.LIVE and not entry.leases:
                 entry.holding.waiting.remove(entry)
                 self._unleased(entry)
-
-    def _evictable_pages(self) -> int:
-        return sum(holding.evictable.num_pages for holding in self.shares.accounts)
 
     def drop(self, entry: PrefixEntry) -> None:
         """Make an entry unfindable. Its pages go back at once, or when its writer or its last reader is done.

@@ -100,12 +100,10 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.counted: dict[str, Counter | Histogram] = {}  # by name
 
     def counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
         """Make a counter; `name` ends in `_total`."""
-        self.counted[name] = made = QuickCounter(f"npu_gr_{name}", text, labels, registry=self.registry)
-        return made
+        return QuickCounter(f"npu_gr_{name}", text, labels, registry=self.registry)
 
     def gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
         """Make a gauge."""
@@ -113,9 +111,7 @@ class Families:
 
     def histogram(self, name: str, text: str, edges: Iterable[float], labels: tuple[str, ...] = ()) -> Histogram:
         """Make a histogram with these upper bucket edges, in ascending order."""
-        made = QuickHistogram(f"npu_gr_{name}", text, labels, buckets=tuple(edges), registry=self.registry)
-        self.counted[name] = made
-        return made
+        return QuickHistogram(f"npu_gr_{name}", text, labels, buckets=tuple(edges), registry=self.registry)
 
 
 class ReadCounter(Collector):

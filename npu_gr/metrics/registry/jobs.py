@@ -1,81 +1,15 @@
-"""What single jobs count beyond what every kind has: candidates, beams, stages of a cascade, drift."""
+"""What single jobs count beyond what every kind has, and the relay under them: beams, stages, tiers, copies, waste."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
-from prometheus_client import Counter
-
-from npu_gr.core.feature_schema.schema import OFS
-from npu_gr.core.history import HistoryReport
-from npu_gr.core.request import GenerateAnswer, MatchAnswer, RankAnswer, RecommendAnswer, StageResult, Verdict
+from npu_gr.core.kinds import KINDS
+from npu_gr.core.request import GenerateAnswer, MatchAnswer, RecommendAnswer, StageResult, Verdict
 from npu_gr.core.served import CatalogueInfo
-from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
-
-
-class RankMetrics:
-    """Histories, candidates and the self-check of ranks."""
-
-    def __init__(self, make: Families) -> None:
-        unknown = make.counter("unknown_items_total", "Items that the catalogue lacks.", ("where",))
-        self._unknown = {where: unknown.labels(where) for where in ("history", "candidates")}
-        missing = make.counter("missing_features_total", "Features of the ranker that a rank had nowhere.", ("of",))
-        self._missing: dict[str, Counter] = {of: missing.labels(of) for of in OFS if of != "item"}
-        self._candidates = make.histogram(
-            "rank_candidates", "Candidates of a rank.", (1, 10, 50, 100, 200, 500, 1000, 5000)
-        )
-        self._prefix_tokens = make.counter("prefix_tokens_total", "History tokens of ranks read from cached KV.")
-        self._history_tokens = make.counter("history_tokens_total", "History tokens of ranks.")
-        self._cut_tokens = make.counter("history_cut_tokens_total", "Oldest tokens dropped by the length rule.")
-        self._drift = make.histogram(
-            "drift_ratio",
-            "Self-check: difference of cached from cold scores over their standard deviation.",
-            (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
-        )
-        self._drift_failures = make.counter("selfcheck_failures_total", "Self-checks beyond the allowed drift.")
-        self._new_items = make.gauge(
-            "new_items",
-            "Items of the catalogue that the ranker was not trained with: scored by features and codes, or unscored.",
-            ("state",),
-        )
-        self._spare_items = make.gauge("spare_item_rows", "Rows of the ranker's table that are left for new items.")
-
-    def answered(self, answer: RankAnswer) -> None:
-        """Count what a rank read and scored."""
-        self._prefix_tokens.inc(answer.prefix_tokens)
-        self._history_tokens.inc(answer.history.num_tokens)
-        if answer.unknown_candidates:
-            self._unknown["candidates"].inc(answer.unknown_candidates)
-        for name in answer.missing_features:
-            self._missing[name.partition(".")[0]].inc()
-        for scores in answer.scores.values():
-            self._candidates.observe(len(scores))
-            break  # every task scores the same candidates
-
-    def history_read(self, report: HistoryReport) -> None:
-        """Count what was left out of a history that was tokenized, for a signal or a rank."""
-        if report.unknown_items:
-            self._unknown["history"].inc(report.unknown_items)
-        if report.cut_tokens:
-            self._cut_tokens.inc(report.cut_tokens)
-
-    def observe_items(self, scored: Callable[[], int], unscored: Callable[[], int], spare: Callable[[], int]) -> None:
-        """Export how the ranker in service stands to items that it was not trained with, read at each scrape.
-
-        Args:
-            scored: new items that have a row.
-            unscored: those that have none.
-            spare: rows that are left.
-        """
-        self._new_items.labels("scored").set_function(scored)
-        self._new_items.labels("unscored").set_function(unscored)
-        self._spare_items.set_function(spare)
-
-    def drifted(self, ratio: float, is_failure: bool) -> None:
-        """Record a self-check: how far cached scores are from cold ones, in standard deviations."""
-        self._drift.observe(ratio)
-        self._drift_failures.inc(is_failure)
+from npu_gr.metrics.registry.families import LAG_S, LATENCY_S, POWERS, WAIT_S, Families, children
 
 
 class SignalMetrics:
@@ -132,19 +66,14 @@ class GenerateMetrics:
 
 
 class MatchMetrics:
-    """Matched items, and how many matches shared a pass."""
+    """Matched items."""
 
     def __init__(self, make: Families) -> None:
         self._matched = make.counter("matched_items_total", "Items that match answered.")
-        self._pass = make.histogram("match_pass_requests", "Matches in one pass.", (1, 2, 4, 8, 16, 32, 64))
 
     def answered(self, answer: MatchAnswer) -> None:
         """Count the items of a match."""
         self._matched.inc(len(answer.item_ids))
-
-    def pass_done(self, num_requests: int) -> None:
-        """Count a pass over the items that this many matches shared."""
-        self._pass.observe(num_requests)
 
 
 class RecommendMetrics:
@@ -191,3 +120,116 @@ class RecommendMetrics:
 
 def _element(read: Callable[[], tuple[int, ...]], place: int) -> float:
     return read()[place]
+
+
+DIRECTIONS = ("reload", "spill")
+
+
+class Tier(Protocol):
+    """The figures that a memory tier has of itself."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that it may hold."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class RelayMetrics:
+    """Measure the relays of all models; `kind` is one that leases prefixes."""
+
+    def __init__(self, make: Families) -> None:
+        self.tiers: dict[str, dict[str, Callable[[], int]]] = {}  # tier -> what -> now; for the status page
+        self.in_flight: dict[str, Callable[[], int]] = {}  # what is on its way; for the status page
+        self._bytes = make.gauge("kv_bytes", "Bytes of a memory tier by state.", ("tier", "state"))
+        self._budget = make.gauge("kv_budget_bytes", "Bytes a memory tier may hold.", ("tier",))
+        self._entries = make.gauge("kv_entries", "Prefixes that a memory tier holds.", ("tier",))
+        self._producers = make.gauge("producers_in_flight", "Prefixes on their way into a tier.", ("kind", "work"))
+        self._t_life_s = make.gauge("t_life_seconds", "How long a produced prefix waits for its rank: T_life.")
+        self._t_life_p99_s = make.gauge(
+            "t_life_p99_seconds", "From a signal to the end of its rank, measured.", ("kind",)
+        )
+        self._prefill_rate = make.gauge("admitted_prefills_per_second", "What the trigger admits.", ("kind",))
+        self._brownout = make.gauge("brownout_level", "What is given up under overload: 0 nothing, 4 most.", ("kind",))
+        self._waited_s = make.histogram("prefix_wait_seconds", "From a prefix's production to its first use.", WAIT_S)
+        wasted = make.counter("prefill_wasted_total", "Prefixes evicted before any request used them.", ("kind",))
+        self._wasted = {name: wasted.labels(name) for name, kind in KINDS.items() if kind.leases_prefix}
+        errors = make.counter("relay_errors_total", "Failures that a request did without.", ("where",))
+        self._errors = {where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")}
+        copied = make.counter("copy_bytes_total", "Bytes copied between the tiers.", ("direction",))
+        self._copied = {direction: copied.labels(direction) for direction in DIRECTIONS}
+        copies = make.histogram(
+            "copy_duration_seconds", "Copies between the tiers, on the device.", LAG_S, ("direction",)
+        )
+        self._copy_s = {direction: copies.labels(direction) for direction in DIRECTIONS}
+        queued = make.histogram("copy_queue_seconds", "Copies waiting for the device.", LATENCY_S, ("direction",))
+        self._copy_queue_s = {direction: queued.labels(direction) for direction in DIRECTIONS}
+
+    def failed(self, where: str) -> None:
+        """Count a failed prefill, reload, spill or read: a request did without it."""
+        self._errors[where].inc()
+
+    def wasted(self, kind: str) -> None:
+        """Count a prefix that was evicted before any request used it."""
+        self._wasted[kind].inc()
+
+    def first_used(self, waited_s: float) -> None:
+        """Record how long a prefix waited for its first reader."""
+        self._waited_s.observe(waited_s)
+
+    def copied(self, direction: str, num_bytes: int, queue_s: float, device_s: float) -> None:
+        """Record a copy between the tiers.
+
+        Args:
+            direction: "reload" (DRAM to HBM) or "spill".
+            num_bytes: of the prefix.
+            queue_s: it waited for the device.
+            device_s: it ran.
+        """
+        self._copied[direction].inc(num_bytes)
+        self._copy_queue_s[direction].observe(queue_s)
+        self._copy_s[direction].observe(device_s)
+
+    def observe_t_life(self, read: Callable[[], float]) -> None:
+        """Export the T_life in force, read at each scrape."""
+        self._t_life_s.set_function(read)
+
+    def observe_tier(self, name: str, tier: Tier, states: Mapping[str, Callable[[], int]]) -> None:
+        """Export a tier, read at each scrape.
+
+        Args:
+            name: value of the `tier` label.
+            tier: its budget and its number of entries.
+            states: state of bytes -> how many there are.
+        """
+        self._budget.labels(name).set_function(lambda: tier.budget_bytes)
+        self._entries.labels(name).set_function(lambda: len(tier))
+        for state, read in states.items():
+            self._bytes.labels(name, state).set_function(read)
+        self.tiers[name] = {**states, "budget": lambda: tier.budget_bytes, "entries": lambda: len(tier)}
+
+    def observe_relay(
+        self,
+        kind: str,
+        works: Mapping[str, Callable[[], int]],
+        *,
+        t_life_s: Callable[[], float],
+        prefills_per_s: Callable[[], float],
+        brownout: Callable[[], int],
+    ) -> None:
+        """Export a relay, read at each scrape.
+
+        Args:
+            kind: rank or generate.
+            works: prefill, reload, spill -> how many are in flight.
+            t_life_s: from a signal to the end of its rank, P99 as measured.
+            prefills_per_s: what the trigger admits.
+            brownout: the level in force.
+        """
+        self._t_life_p99_s.labels(kind).set_function(t_life_s)
+        self._prefill_rate.labels(kind).set_function(prefills_per_s)
+        self._brownout.labels(kind).set_function(brownout)
+        for work, read in works.items():
+            self._producers.labels(kind, work).set_function(read)
+            self.in_flight[f"{kind}_{work}s_in_flight"] = read

@@ -1,13 +1,25 @@
-"""The process: its event loop, its limits, what it runs, its recorder."""
+"""The process: admission, its event loop, its limits, what it runs, its reloads, its keys, its recorder.
+
+A refused reload leaves what served before in service, so nothing else shows it: an operator would believe that the new
+checkpoint serves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import partial
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Info
 from prometheus_client.process_collector import ProcessCollector
 
 from npu_gr import __version__
+from npu_gr.core.kinds import KINDS
 from npu_gr.core.logs import num_lines_dropped
 from npu_gr.core.served import ModelInfo
 from npu_gr.metrics.registry.families import LAG_S, Families, ReadCounter
@@ -17,12 +29,11 @@ class ProcessMetrics:
     """What is neither a request nor the device."""
 
     def __init__(self, make: Families) -> None:
-        self.lines_dropped_elsewhere: Callable[[], Mapping[str, int]] = dict
         self.collector = ProcessCollector(registry=CollectorRegistry())  # apart: it reads files when it is asked
         self._lag_s = make.histogram("event_loop_lag_seconds", "How late timers fire, of all instants alike.", LAG_S)
         self.loop_froze = make.counter("event_loop_freezes_total", "Times that the event loop stood still.").inc
         ReadCounter(
-            make.registry, "npu_gr_log_lines_dropped", "Log lines that nobody took.", "stream", self._lines_dropped
+            make.registry, "npu_gr_log_lines_dropped", "Log lines that nobody took.", "stream", num_lines_dropped
         )
         pauses = make.histogram("gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",))
         self._gc_s = [pauses.labels(str(generation)) for generation in range(3)]
@@ -34,10 +45,6 @@ class ProcessMetrics:
         self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
         recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
         self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")}
-
-    def _lines_dropped(self) -> Mapping[str, float]:
-        elsewhere = self.lines_dropped_elsewhere()
-        return {stream: num + elsewhere.get(stream, 0) for stream, num in num_lines_dropped().items()}
 
     def loop_lagged(self, seconds: float) -> None:
         """Record how late a timer fired."""
@@ -76,3 +83,151 @@ class ProcessMetrics:
                 "kernels": model.kernels,  # torch, or the instruction set of the native ones
             }
         )
+
+
+class Reloaded(StrEnum):
+    """What can be read again while the instance serves; the value of the metric label `what`."""
+
+    CONFIGURATION = "configuration"  # the file with every section; models too
+    CATALOGUE = "catalogue"  # the items that generates find
+    VECTORS = "vectors"  # what matches search
+
+
+class ReloadMetrics:
+    """The last reload of each thing that an instance serves. A thing that it does not serve has no series."""
+
+    def __init__(self, make: Families, clock: Callable[[], float] = time.time) -> None:
+        """Make the families.
+
+        Args:
+            make: on which registry.
+            clock: unix seconds.
+        """
+        self._clock = clock
+        self._successful = make.gauge(
+            "last_reload_successful", "1 if the last reload took effect, 0 if it was refused.", ("what",)
+        )
+        self._success_at = make.gauge(
+            "last_reload_success_timestamp_seconds", "When what serves now was loaded, in unix seconds.", ("what",)
+        )
+
+    def loaded(self, what: Reloaded) -> None:
+        """Record that something was loaded, at the start or by a reload."""
+        self._successful.labels(what.value).set(1)
+        self._success_at.labels(what.value).set(self._clock())
+
+    @contextmanager
+    def attempt(self, what: Reloaded) -> Iterator[None]:
+        """Record how the block ends: it reloads, or it raises, and what served before goes on."""
+        try:
+            yield
+        except BaseException:  # a caller who leaves in the middle did not get what it asked for either
+            self._successful.labels(what.value).set(0)
+            raise
+        self.loaded(what)
+
+
+class KeyMetrics:
+    """Refusals by reason, and gauges that are read when they are scraped."""
+
+    def __init__(self, make: Families) -> None:
+        self._refused = make.counter("api_keys_refused_total", "Requests refused for their API key.", ("reason",))
+        self._in_force = make.gauge("api_keys", "API keys in force; expired ones are not.")
+        self._is_stale = make.gauge("api_keys_file_stale", "1 while the key file cannot be used: older keys hold.")
+
+    def observe(self, reasons: Iterable[str], in_force: Callable[[], int], is_stale: Callable[[], bool]) -> None:
+        """Export what is true when it is scraped.
+
+        Args:
+            reasons: every value of the label `reason`.
+            in_force: counts the keys.
+            is_stale: whether the file cannot be used.
+        """
+        for reason in reasons:
+            self._refused.labels(reason)
+        self._in_force.set_function(in_force)
+        self._is_stale.set_function(is_stale)
+
+    def refused(self, reason: str) -> None:
+        """Count a request."""
+        self._refused.labels(reason).inc()
+
+
+@contextmanager
+def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[], None]]:
+    """Note the pauses while the block runs.
+
+    Yields:
+        A function that calls `observe(generation, seconds)` for each pause noted since its last call.
+    """
+    noted: deque[tuple[int, float]] = deque(maxlen=4096)
+    began_at = 0.0
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        nonlocal began_at
+        if phase == "start":
+            began_at = time.perf_counter()
+        else:
+            noted.append((info["generation"], time.perf_counter() - began_at))
+
+    def drain() -> None:
+        while noted:
+            observe(*noted.popleft())
+
+    gc.callbacks.append(on_collection)
+    try:
+        yield drain
+    finally:
+        gc.callbacks.remove(on_collection)
+
+
+PLACES = ("waiting", "inside", "outside")
+
+
+class ObservedDoor(Protocol):
+    """What can be read of a door."""
+
+    def counts(self, kind: str) -> dict[str, int]:
+        """Requests of a kind by where they are: `PLACES`."""
+
+    def pace_s(self, kind: str) -> float:
+        """Seconds a request of a kind."""
+
+    def window(self, kind: str) -> int:
+        """Requests of a kind that may be inside where there are no others."""
+
+
+class DoorMetrics:
+    """Gauges that are read when they are scraped."""
+
+    def __init__(self, make: Families) -> None:
+        self._requests = make.gauge("door_requests", "Requests at the door now.", ("kind", "place"))
+        self._pace_s = make.gauge("door_pace_seconds", "Seconds a request, learnt from departures.", ("kind",))
+        self._window = make.gauge("door_window_requests", "Requests of the kind that may be inside.", ("kind",))
+        self._paused = make.gauge("rejections_paused", "Rejections that wait, so that clients who retry are paced.")
+        self._receiving = make.gauge("receiving_bytes", "Bodies that have arrived and are not answered.")
+
+    def observe(
+        self,
+        door: ObservedDoor,
+        paused: Callable[[], int],
+        receiving_bytes: Callable[[], int],
+    ) -> None:
+        """Export what is true when it is scraped.
+
+        Args:
+            door: whose places and paces.
+            paused: counts rejections that wait.
+            receiving_bytes: of bodies.
+        """
+        for kind in KINDS:
+            for place in PLACES:
+                self._requests.labels(kind, place).set_function(partial(_count, door, kind, place))
+            self._pace_s.labels(kind).set_function(partial(door.pace_s, kind))
+            self._window.labels(kind).set_function(partial(door.window, kind))
+        self._paused.set_function(paused)
+        self._receiving.set_function(receiving_bytes)
+
+
+def _count(door: ObservedDoor, kind: str, place: str) -> int:
+    return door.counts(kind)[place]

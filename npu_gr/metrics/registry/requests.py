@@ -1,4 +1,4 @@
-"""What every kind of request is measured by: admissions, latencies, stages, objectives. All of it follows `KINDS`.
+"""What is counted while a request is served: of every kind, of ranks, and of the passes of the device.
 
 Latency histograms hold answered requests only: a refusal in .2 ms is no fast answer, and a panel must not improve while
 requests are refused. What was not answered is counted apart, by what became of it.
@@ -17,12 +17,13 @@ from typing import Any, cast
 from prometheus_client import Counter, Histogram
 
 from npu_gr.core.errors import Refusal
-from npu_gr.core.kinds import KINDS, Kind
-from npu_gr.core.request import Answer, LeasedAnswer, Outcome
-from npu_gr.metrics.recent import RecentAnswers
-from npu_gr.metrics.registry.families import LATENCY_S, Families, children
-from npu_gr.metrics.slo import Counts, Interval, Objective, Promise, Result, Rolling, is_promised, judge
-from npu_gr.metrics.trace import exemplar
+from npu_gr.core.feature_schema.schema import OFS
+from npu_gr.core.history import HistoryReport
+from npu_gr.core.kinds import KINDS, MATCH, Kind
+from npu_gr.core.request import Answer, LeasedAnswer, Outcome, RankAnswer
+from npu_gr.core.trace import exemplar
+from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
+from npu_gr.metrics.slo import Counts, Interval, Objective, Promise, RecentAnswers, Result, Rolling, is_promised, judge
 
 JUDGED = "slo_requests_total"
 DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
@@ -237,14 +238,6 @@ class RequestMetrics:
             leased = cast("LeasedAnswer", answer)
             self._outcomes[kind.name](leased.label_value, leased.reason).inc()
 
-    def judged_elsewhere(self, kind: str, result: Result, num: int) -> None:
-        """Let results that another process counted be part of the last windows."""
-        self.rolling[kind].add(self._clock(), result, num)
-
-    def took_elsewhere(self, kind: str, took_s: float) -> None:
-        """Let the time of an answer that another process counted be part of the last P99s."""
-        self.rolling[kind].took(self._clock(), took_s)
-
     def over(self, kind: str, window_s: float) -> Counts:
         """Results of the last `window_s` seconds."""
         return self.rolling[kind].over(self._clock(), window_s)
@@ -269,3 +262,120 @@ def _sums(family: Counter) -> dict[str, int]:
             if sample.name.endswith("_total"):
                 sums[sample.labels["outcome"]] += int(sample.value)
     return {outcome: count for outcome, count in sums.items() if count}
+
+
+class RankMetrics:
+    """Histories, candidates and the self-check of ranks."""
+
+    def __init__(self, make: Families) -> None:
+        unknown = make.counter("unknown_items_total", "Items that the catalogue lacks.", ("where",))
+        self._unknown = {where: unknown.labels(where) for where in ("history", "candidates")}
+        missing = make.counter("missing_features_total", "Features of the ranker that a rank had nowhere.", ("of",))
+        self._missing: dict[str, Counter] = {of: missing.labels(of) for of in OFS if of != "item"}
+        self._candidates = make.histogram(
+            "rank_candidates", "Candidates of a rank.", (1, 10, 50, 100, 200, 500, 1000, 5000)
+        )
+        self._prefix_tokens = make.counter("prefix_tokens_total", "History tokens of ranks read from cached KV.")
+        self._history_tokens = make.counter("history_tokens_total", "History tokens of ranks.")
+        self._cut_tokens = make.counter("history_cut_tokens_total", "Oldest tokens dropped by the length rule.")
+        self._drift = make.histogram(
+            "drift_ratio",
+            "Self-check: difference of cached from cold scores over their standard deviation.",
+            (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0),
+        )
+        self._drift_failures = make.counter("selfcheck_failures_total", "Self-checks beyond the allowed drift.")
+        self._new_items = make.gauge(
+            "new_items",
+            "Items of the catalogue that the ranker was not trained with: scored by features and codes, or unscored.",
+            ("state",),
+        )
+        self._spare_items = make.gauge("spare_item_rows", "Rows of the ranker's table that are left for new items.")
+
+    def answered(self, answer: RankAnswer) -> None:
+        """Count what a rank read and scored."""
+        self._prefix_tokens.inc(answer.prefix_tokens)
+        self._history_tokens.inc(answer.history.num_tokens)
+        if answer.unknown_candidates:
+            self._unknown["candidates"].inc(answer.unknown_candidates)
+        for name in answer.missing_features:
+            self._missing[name.partition(".")[0]].inc()
+        for scores in answer.scores.values():
+            self._candidates.observe(len(scores))
+            break  # every task scores the same candidates
+
+    def history_read(self, report: HistoryReport) -> None:
+        """Count what was left out of a history that was tokenized, for a signal or a rank."""
+        if report.unknown_items:
+            self._unknown["history"].inc(report.unknown_items)
+        if report.cut_tokens:
+            self._cut_tokens.inc(report.cut_tokens)
+
+    def observe_items(self, scored: Callable[[], int], unscored: Callable[[], int], spare: Callable[[], int]) -> None:
+        """Export how the ranker in service stands to items that it was not trained with, read at each scrape.
+
+        Args:
+            scored: new items that have a row.
+            unscored: those that have none.
+            spare: rows that are left.
+        """
+        self._new_items.labels("scored").set_function(scored)
+        self._new_items.labels("unscored").set_function(unscored)
+        self._spare_items.set_function(spare)
+
+    def drifted(self, ratio: float, is_failure: bool) -> None:
+        """Record a self-check: how far cached scores are from cold ones, in standard deviations."""
+        self._drift.observe(ratio)
+        self._drift_failures.inc(is_failure)
+
+
+WORKS = (*(name for name, kind in KINDS.items() if kind.uses_device), "prefill", "copy", "other")
+
+
+class EngineMetrics:
+    """Reported by the device threads."""
+
+    def __init__(self, make: Families) -> None:
+        self.queue_depth: Callable[[], int] = lambda: 0  # for the status page
+        self._queue_depth = make.gauge("queue_depth", "Jobs waiting for the device.")
+        self._batch = make.histogram("batch_requests", "Requests scored in one pass.", POWERS[:6])
+        self._batch_rows = make.histogram(
+            "batch_rows", "Rows in one pass; passes are ragged, no row is padding.", POWERS
+        )
+        self._matches = make.histogram("match_pass_requests", "Matches in one pass.", (1, 2, 4, 8, 16, 32, 64))
+        busy = make.counter("device_busy_seconds_total", "Time the device thread worked.", ("work",))
+        self._busy = {work: busy.labels(work) for work in WORKS}
+        self._chosen: dict[str, str] = {}
+        self._ops = make.gauge("backend_op_info", "1 for what runs an op of the backend.", ("op", "impl"))
+        self._fallbacks = make.counter(
+            "backend_fallbacks_total", "Calls that an op's implementation did not take.", ("op",)
+        )
+
+    def observe_queue(self, depth: Callable[[], int]) -> None:
+        """Export how many jobs wait, read at each scrape."""
+        self._queue_depth.set_function(depth)
+        self.queue_depth = depth
+
+    def batch_done(self, kind: str, num_requests: int, num_rows: int) -> None:
+        """Record a pass that requests of a kind shared; a pass of matches goes over items, and has no rows."""
+        if kind == MATCH.name:
+            self._matches.observe(num_requests)
+        else:
+            self._batch.observe(num_requests)
+            self._batch_rows.observe(num_rows)
+
+    def worked(self, work: str, seconds: float) -> None:
+        """Count seconds that a device thread was busy; `work` is one of `WORKS`."""
+        self._busy[work].inc(seconds)
+
+    def ops_chosen(self, ops: Mapping[str, str]) -> None:
+        """Export what runs each operator that has a choice, in place of what was exported before."""
+        for op, impl in ops.items():
+            if self._chosen.get(op, impl) != impl:
+                self._ops.labels(op, self._chosen[op]).set(0)
+            self._chosen[op] = impl
+            self._ops.labels(op, impl).set(1)
+            self._fallbacks.labels(op)
+
+    def fell_back(self, op: str) -> None:
+        """Count a call that ran as torch operators because the op's implementation did not take it."""
+        self._fallbacks.labels(op).inc()

@@ -1,15 +1,76 @@
-"""The history store: its calls, its breakers, its disk, damage, and requests that did without it."""
+"""The history store: its calls, breakers, disk and damage, requests that did without it, bytes of erased users.
+
+Nothing finds an erased user from the answer on, so only the figures of `ErasureMetrics` show that bytes are left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
 from npu_gr.core.errors import StoreFault
 from npu_gr.core.history import HistorySource, UserFeaturesSource
-from npu_gr.metrics.registry.erasures import ErasureMetrics
 from npu_gr.metrics.registry.families import LATENCY_S, Families
+
+PLACES = ("store", "recordings")
+RUNS = ("ok", "held", "failed")  # held: by a reader, or by a file that is being written
+
+_NONE: Mapping[str, int] = Counter()
+
+
+class ErasureMetrics(Collector):
+    """Read at each scrape from those who remove the bytes."""
+
+    def __init__(self, make: Families, clock: Callable[[], float] = time.time) -> None:
+        """Make the families.
+
+        Args:
+            make: on which registry.
+            clock: unix seconds.
+        """
+        self._clock = clock
+        self._pending = make.gauge(
+            "erasure_pending_seconds", "Age of the oldest erasure whose bytes are left; 0 = none is.", ("place",)
+        )
+        self._runs: dict[str, Callable[[], Mapping[str, int]]] = dict.fromkeys(PLACES, lambda: _NONE)
+        for place in PLACES:
+            self._pending.labels(place).set(0)
+        make.registry.register(self)
+
+    def observe(self, place: str, erased_at: Callable[[], float | None], runs: Callable[[], Mapping[str, int]]) -> None:
+        """Export a place.
+
+        Args:
+            place: one of `PLACES`.
+            erased_at: unix seconds of the oldest erasure whose bytes are left there; None = none is.
+            runs: that removed bytes, by their result.
+        """
+
+        def age_s() -> float:
+            at = erased_at()
+            return 0.0 if at is None else max(0.0, self._clock() - at)
+
+        self._pending.labels(place).set_function(age_s)
+        self._runs[place] = runs
+
+    def collect(self) -> Iterable[Metric]:
+        """Read the runs."""
+        family = CounterMetricFamily(
+            "npu_gr_erasure_runs", "Runs that remove the bytes of erased users.", labels=("place", "result")
+        )
+        for place, read in self._runs.items():
+            runs = read()
+            for result in RUNS:
+                family.add_metric((place, result), runs.get(result, 0))
+        yield family
+
 
 OPERATIONS = ("append", "read", "erase")
 RESULTS = ("ok", "refused", *(fault.value for fault in StoreFault))
@@ -22,17 +83,14 @@ class LaneFigures(Protocol):
     @property
     def is_open(self) -> bool:
         """Whether the breaker refuses calls."""
-        ...
 
     @property
     def num_calls(self) -> int:
         """Calls that the store has not ended."""
-        ...
 
     @property
     def waiting(self) -> int:
         """Calls that wait for their turn."""
-        ...
 
 
 class HealthFigures(Protocol):
@@ -41,27 +99,22 @@ class HealthFigures(Protocol):
     @property
     def free_bytes(self) -> int | None:
         """Bytes that the store's file system has left; None = the store has no file here."""
-        ...
 
     @property
     def disk_bytes(self) -> int | None:
         """Size of that file system."""
-        ...
 
     @property
     def damaged(self) -> int | None:
         """Damaged places that the check at the start found; None = there was none."""
-        ...
 
     @property
     def erased_at(self) -> float | None:
         """Unix seconds of the oldest erasure that is not overwritten yet; None = all are."""
-        ...
 
     @property
     def overwrites(self) -> Mapping[str, int]:
         """Runs that overwrite what was deleted, by their result."""
-        ...
 
 
 class StoreFigures(Protocol):
@@ -70,22 +123,18 @@ class StoreFigures(Protocol):
     @property
     def kind(self) -> str:
         """Embedded or redis."""
-        ...
 
     @property
     def reads(self) -> LaneFigures:
         """Reads."""
-        ...
 
     @property
     def writes(self) -> LaneFigures:
         """Appends and erasures."""
-        ...
 
     @property
     def health(self) -> HealthFigures:
         """What the store says of itself."""
-        ...
 
 
 class SourceMetrics:

@@ -40,8 +40,7 @@ import msgspec
 from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.kinds import KINDS, RANK, Kind, Priority
 from npu_gr.core.settings import Count, Positive
-from npu_gr.server.admission.fair_queue import FairQueue
-from npu_gr.server.admission.tenants import Holder, Tenants
+from npu_gr.server.admission.fair_queue import FairQueue, Holder, Tenants
 
 MIN_ACTIVE = 4  # whatever the limit is: it fills a pass, and lets an instance with a wrong objective serve
 MAX_ACTIVE = 64  # of a kind: more do not make the device faster, but the turns of the event loop longer

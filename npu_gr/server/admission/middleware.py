@@ -28,9 +28,11 @@ from aiohttp import web
 
 from npu_gr.core.errors import BodyTooSlow, Overloaded, Refusal, TooLarge, Unavailable
 from npu_gr.core.kinds import Kind
+from npu_gr.jobs.base import Admission as AdmissionControl
+from npu_gr.jobs.base import Permit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import is_promised
-from npu_gr.server.admission.controller import MESSAGES, AdmissionController, Permit
+from npu_gr.server.admission.controller import MESSAGES
 from npu_gr.server.config import ServerConfig
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ _MSGPACK_TENANT = re.compile(rb"\xa6tenant([\xa0-\xbf]|\xd9.)", re.DOTALL)  # an
 class Admission:
     """What the requests of one instance pass before they are parsed. Event loop only."""
 
-    def __init__(self, controller: AdmissionController, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, controller: AdmissionControl, config: ServerConfig, metrics: Metrics) -> None:
         """Start empty.
 
         Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECOMMEND, SIGNAL
 from npu_gr.server.codec import erase, events, generate, ingest, match, rank, recommend, signal
-from npu_gr.server.codec.base import Codec
+from npu_gr.server.codec.fields import Codec
 
 CODECS: dict[str, Codec[Any, Any, Any]] = {  # name of the kind -> its codec
     SIGNAL.name: signal.CODEC,

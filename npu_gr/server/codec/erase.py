@@ -10,8 +10,7 @@ import msgspec
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.names import Names
 from npu_gr.core.request import EraseAnswer, EraseRequest
-from npu_gr.server.codec.base import Codec, Shown, UrlParts
-from npu_gr.server.codec.fields import MAX_NAME
+from npu_gr.server.codec.fields import MAX_NAME, Codec, Shown, UrlParts
 from npu_gr.server.config import ServerConfig
 
 

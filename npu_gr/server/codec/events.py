@@ -13,8 +13,7 @@ from npu_gr.core.errors import BadRequest
 from npu_gr.core.names import Names
 from npu_gr.core.request import EventsAnswer, EventsRequest
 from npu_gr.core.words import whole
-from npu_gr.server.codec.base import Codec, Shown
-from npu_gr.server.codec.fields import History, UserBody, stored_events
+from npu_gr.server.codec.fields import Codec, History, Shown, UserBody, stored_events
 from npu_gr.server.config import ServerConfig
 
 IDEMPOTENCY_KEY = "Idempotency-Key"

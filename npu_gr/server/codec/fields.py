@@ -1,15 +1,11 @@
-"""Parts that the bodies and answers of several kinds share: columns, names, histories.
-
-A column may be a list, or raw little-endian bytes: base64 in JSON, `bin` in msgpack. A list of items or actions holds
-names (`core/names.py`), raw bytes hold int64 ids of items and int16 indices of actions. Raw columns are read without
-making a Python object an element.
-"""
+"""`Codec`: the body of one kind of request, its answer on the wire, and the two translations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,12 +13,85 @@ import numpy.typing as npt
 
 from npu_gr.core.arrays import F32, I16, I64, largest, smallest
 from npu_gr.core.errors import TooLarge, Unprocessable
+from npu_gr.core.feature_schema.columns import Columns, OneRow, as_columns, known
+from npu_gr.core.feature_schema.encode import Values as ColumnValues
+from npu_gr.core.feature_schema.encode import as_column
+from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Feature
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey
+from npu_gr.core.kinds import A, Q
 from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, Names, item_ids
 from npu_gr.core.time_order import oldest_first
 from npu_gr.core.words import quoted
-from npu_gr.server.codec.features import ColumnMap, Row, parse_columns, parse_row
+from npu_gr.server.codec import bulk
 from npu_gr.server.config import ServerConfig
+
+
+class NamesUser(Protocol):
+    """A body that names its user. The access log needs the user even of a request that is refused after decoding."""
+
+    @property
+    def user(self) -> UserKey:
+        """The user that the request is about."""
+        ...
+
+
+B = TypeVar("B", bound=NamesUser)
+
+
+class UrlParts(NamedTuple):
+    """The URL of a request without a body: variables of its path, and its query, each decoded once."""
+
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+
+    @property
+    def user(self) -> UserKey:
+        """The user that the path names; the tenant is in the query."""
+        return UserKey(self.query.get("tenant", ""), self.path["user_id"])
+
+
+class Shown(NamedTuple):
+    """What an answer says of its items."""
+
+    names: Names
+    fields: tuple[str, ...] = ()  # of `ITEM_FIELDS` in `codec/fields.py`
+
+    def titles(self, ids: I64 | None) -> list[str | None] | msgspec.UnsetType:
+        """Return the titles of items where the request asks for them; null = one has none."""
+        return self.names.titles(ids) if ids is not None and "title" in self.fields else msgspec.UNSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec(Generic[B, Q, A]):
+    """One kind of request on the wire. B = body, Q = request, A = answer of the service.
+
+    `parse` gets the names of the versions in service, and raises TooLarge or Unprocessable, with the field and the
+    limit; `read_headers` raises BadRequest. `render` gets the answer, the request's id, the media type and what is
+    shown of items: msgpack carries raw columns where JSON has lists.
+    """
+
+    body: type[B] | None  # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
+    answer: type[msgspec.Struct] | None  # the Struct that `render` makes; None: an answer without content
+    begun: type[msgspec.Struct] | None = None  # the Struct of an answer with status 202: done, but not to the end
+    parse: Callable[[B, ServerConfig, Names], Q]
+    render: Callable[[A, str, str, Shown], msgspec.Struct | None]
+    loose_bytes: int = bulk.LOOSE_BYTES  # that a body may have beside its columns
+    read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None  # what the HTTP headers add; None = nothing
+    operation: str | None = None  # OpenAPI's operationId; None = the kind's name
+    parameters: tuple[dict[str, Any], ...] = ()  # OpenAPI's, beside those of the path and the time limit
+    done: str = "Done."  # OpenAPI's description of a good answer
+
+
+MOST_ITEMS = 1000  # of one request
+
+
+class ItemOut(msgspec.Struct, frozen=True, kw_only=True):
+    """An item: raw columns hold its id, lists its name. null: no table that is served knows it."""
+
+    id: int
+    name: str | int | None
+    title: str | None
+
 
 Int = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Item = (  # a name of an item
@@ -287,3 +356,91 @@ def render_scores(values: F32, is_raw: bool) -> list[float | None] | bytes:
     """Write scores as raw float32 if `is_raw`, or else as a list, in which msgspec writes NaN (unknown) as null."""
     scores: list[float | None] | bytes = render_column(values, "<f4", is_raw)
     return scores
+
+
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+FeatureName = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Several = Annotated[list[bool | int | float | Text], msgspec.Meta(max_length=MOST_VALUES)]
+Cell = bool | int | float | Text | Several | None  # null = missing
+Row = Annotated[dict[FeatureName, Cell], msgspec.Meta(max_length=MOST_FEATURES)]
+ColumnMap = Annotated[
+    dict[FeatureName, list[Cell] | bytes],
+    msgspec.Meta(
+        description="Features, each a list with a value a row, or raw little-endian float32 of a number and uint64 "
+        "hashes of names (base64 in JSON). At most server.max_feature_values together.",
+        max_length=MOST_FEATURES,
+        extra={"limit": "max_feature_values", "element_bytes": 4, "most_entries": MOST_FEATURES},
+    ),
+]
+
+
+class SignalFeatures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of the user before the signal; a part of the prefix."""
+
+    user: Row | None = None  # absent: those of `base`
+
+
+class RequestFeatures(SignalFeatures, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of the user, and of this request: hour, page, device."""
+
+    request: Row = msgspec.field(default_factory=dict)
+
+
+class RankFeatures(RequestFeatures, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is known of the user, of this request, and of the user with each candidate."""
+
+    cross: ColumnMap = msgspec.field(default_factory=dict)
+
+
+def parse_row(row: Mapping[str, Cell], features: Mapping[str, Feature], field: str) -> OneRow:
+    """Check the features of one user or request. Raises Unprocessable, with the feature and the limit."""
+    try:
+        for name, value in row.items():
+            as_column(known(features, name), [value], 1)
+    except ValueError as error:
+        raise Unprocessable(f"{field}.{error}") from None
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in row.items()
+        if value is not None and value != []
+    }
+
+
+def parse_columns(
+    columns: Mapping[str, list[Cell] | bytes], features: Mapping[str, Feature], num_rows: int, field: str
+) -> Columns:
+    """Read the features of n candidates or events. Raises Unprocessable, with the feature, the row and the limit."""
+    if not columns:
+        return Columns()
+    try:
+        if (numbers := _raw_numbers(columns, features, num_rows)) is not None:
+            return Columns(numbers)
+        return as_columns(
+            features, {name: _values(known(features, name), values) for name, values in columns.items()}, num_rows
+        )
+    except ValueError as error:
+        raise Unprocessable(f"{field}.{error}") from None
+
+
+def _raw_numbers(
+    columns: Mapping[str, list[Cell] | bytes], features: Mapping[str, Feature], num_rows: int
+) -> Mapping[str, F32] | None:
+    """Read columns that are all raw numbers, none of them missing, at once; None = they are something else."""
+    for name, values in columns.items():
+        feature = features.get(name)
+        if feature is None or feature.kind != "number" or feature.computed:
+            return None
+        if type(values) is not bytes or len(values) != 4 * num_rows:
+            return None
+    read: F32 = np.frombuffer(b"".join(columns.values()), "<f4").reshape(-1, num_rows)  # type: ignore[arg-type]
+    return dict(zip(columns, read, strict=True)) if np.isfinite(read).all() else None
+
+
+def _values(feature: Feature, values: list[Any] | bytes) -> ColumnValues:
+    if not isinstance(values, bytes):
+        return values
+    dtype, width = (np.dtype("<f4"), 1) if feature.kind == "number" else (np.dtype("<u8"), feature.max_values)
+    if len(values) % (dtype.itemsize * width):
+        raise ValueError(f"{feature.name}: {len(values)} bytes are no whole rows of {width} {dtype.name}")
+    read = np.frombuffer(values, dtype)
+    return read if feature.kind == "number" else read.reshape(-1, width)

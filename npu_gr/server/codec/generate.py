@@ -8,14 +8,15 @@ import msgspec
 
 from npu_gr.core.names import Names
 from npu_gr.core.request import GenerateAnswer, GenerateRequest, Normalise
-from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
     Candidates,
+    Codec,
     HistoryBody,
     HistoryOut,
     ItemFields,
     Name,
+    Shown,
     Titles,
     Values,
     check_item_fields,

@@ -14,9 +14,8 @@ from npu_gr.core.errors import NpuGrError, RequestError
 from npu_gr.core.history import Mode, UserKey, Write, Written
 from npu_gr.core.names import Names
 from npu_gr.core.request import IngestAnswer, IngestRequest
-from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.events import Key
-from npu_gr.server.codec.fields import History, Tenant, UserId, stored_events
+from npu_gr.server.codec.fields import Codec, History, Shown, Tenant, UserId, stored_events
 from npu_gr.server.config import ServerConfig
 
 MOST_USERS = 1000  # of a call

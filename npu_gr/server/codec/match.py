@@ -9,12 +9,13 @@ import msgspec
 from npu_gr.core.history import HistoryRef
 from npu_gr.core.names import Names
 from npu_gr.core.request import MatchAnswer, MatchRequest
-from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.fields import (
     Candidates,
+    Codec,
     History,
     ItemFields,
     Name,
+    Shown,
     Titles,
     UserBody,
     check_item_fields,

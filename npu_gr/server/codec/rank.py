@@ -9,18 +9,21 @@ import msgspec
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.names import Names
 from npu_gr.core.request import RankAnswer, RankRequest
-from npu_gr.server.codec.base import Codec, Shown
-from npu_gr.server.codec.features import RankFeatures, parse_columns, parse_row
 from npu_gr.server.codec.fields import (
     Candidates,
+    Codec,
     HistoryBody,
     HistoryOut,
     Int,
     ItemFields,
+    RankFeatures,
+    Shown,
     Titles,
     check_item_fields,
+    parse_columns,
     parse_history,
     parse_items,
+    parse_row,
     render_history,
     render_scores,
     shown_at,

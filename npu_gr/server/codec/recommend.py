@@ -8,21 +8,23 @@ import msgspec
 
 from npu_gr.core.names import Names
 from npu_gr.core.request import OrderName, RecommendAnswer, RecommendRequest, SourceName
-from npu_gr.server.codec.base import Codec, Shown
-from npu_gr.server.codec.features import RequestFeatures, parse_row
 from npu_gr.server.codec.fields import (
     MOST_NAMES,
     Candidates,
+    Codec,
     HistoryBody,
     HistoryOut,
     Int,
     ItemFields,
     Name,
+    RequestFeatures,
+    Shown,
     Titles,
     Value,
     check_item_fields,
     optional_items,
     parse_history,
+    parse_row,
     render_history,
     render_items,
     render_scores,

@@ -8,9 +8,15 @@ import msgspec
 
 from npu_gr.core.names import Names
 from npu_gr.core.request import SignalAnswer, SignalRequest
-from npu_gr.server.codec.base import Codec, Shown
-from npu_gr.server.codec.features import SignalFeatures
-from npu_gr.server.codec.fields import HistoryBody, HistoryOut, parse_history, render_history
+from npu_gr.server.codec.fields import (
+    Codec,
+    HistoryBody,
+    HistoryOut,
+    Shown,
+    SignalFeatures,
+    parse_history,
+    render_history,
+)
 from npu_gr.server.config import ServerConfig
 
 

@@ -16,8 +16,7 @@ from npu_gr.core.errors import BadRequest, ConfigError, NotFound
 from npu_gr.core.logs import newest_lines
 from npu_gr.core.words import quoted
 from npu_gr.metrics.rules import RUNBOOKS
-from npu_gr.server.debug.bundle import environment, packed
-from npu_gr.server.debug.profile import MAX_S, MIN_S
+from npu_gr.server.debug.stacks import MAX_S, MIN_S, environment, packed
 
 DEFAULT_S = 10.0
 

@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import gc
+import io
 import logging
 import os
+import platform
+import resource
 import signal
 import sys
+import tarfile
 import threading
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path, PurePath
+from types import CodeType, FrameType
 from typing import Any
+
+import msgspec
+
+from npu_gr import __version__
+from npu_gr.core.errors import Overloaded
+from npu_gr.core.redact import redacted
 
 log = logging.getLogger(__name__)
 
@@ -107,3 +121,119 @@ def _log_when_written(reader: int, loops: list[asyncio.AbstractEventLoop]) -> No
             os.set_blocking(reader, True)
         log.warning("stacks at SIGUSR1:\n%s", all_stacks(loops[0] if loops else None))
     os.close(reader)
+
+
+PERIOD_S = 0.01  # between two samples: below 1 % of a core with twenty threads
+MIN_S = 1
+MAX_S = 60
+
+
+class Profiler:
+    """Takes one profile at a time."""
+
+    def __init__(self) -> None:
+        self._is_running = False
+
+    async def profile(self, seconds: float) -> str:
+        """Sample all threads but its own; a caller that is cancelled ends it.
+
+        Args:
+            seconds: how long.
+
+        Raises:
+            Overloaded: another profile is being taken.
+        """
+        if self._is_running:
+            raise Overloaded("another profile is being taken", retry_after_s=MAX_S)
+        self._is_running = True
+        stop = threading.Event()
+        try:
+            return await asyncio.to_thread(folded_stacks, seconds, stop)
+        finally:
+            stop.set()
+            self._is_running = False
+
+
+def folded_stacks(seconds: float, stop: threading.Event) -> str:
+    """Sample the threads but this one.
+
+    Args:
+        seconds: how long.
+        stop: ends it early.
+    """
+    seen: Counter[tuple[int, tuple[CodeType, ...]]] = Counter()
+    own = threading.get_ident()
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at and not stop.wait(PERIOD_S):
+        seen.update((ident, _codes(frame)) for ident, frame in sys._current_frames().items() if ident != own)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = Counter[str]()
+    for (ident, codes), count in seen.items():
+        lines[";".join([names.get(ident, "ended"), *map(_name, codes)])] += count
+    return "".join(f"{line} {count}\n" for line, count in lines.most_common())
+
+
+def _codes(frame: FrameType | None) -> tuple[CodeType, ...]:
+    codes = []
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return tuple(reversed(codes))
+
+
+def _name(code: CodeType) -> str:
+    path = PurePath(code.co_filename)
+    return f"{code.co_qualname} ({path.parent.name}/{path.name})".replace(";", ",")
+
+
+_VARIABLES = ("OMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "PYTHON", "ASCEND_", "CUDA_")  # beginnings; none is a secret
+_CGROUP_FILES = ("cpu.max", "cpu.stat", "memory.max", "memory.current", "memory.events", "memory.pressure")
+
+
+def packed(texts: Mapping[str, str], folder: str) -> bytes:
+    """Pack texts; a file is named after its key.
+
+    Args:
+        texts: by file name.
+        folder: that the archive unpacks into.
+    """
+    out = io.BytesIO()
+    now_at = time.time()
+    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        for name, text in texts.items():
+            data = redacted(text).encode(errors="backslashreplace")
+            entry = tarfile.TarInfo(f"{folder}/{name}")
+            entry.size = len(data)
+            entry.mtime = now_at
+            archive.addfile(entry, io.BytesIO(data))
+    return out.getvalue()
+
+
+def environment() -> str:
+    """Describe the interpreter, the packages, the limits and the machine, as JSON. Reads files: not on the loop."""
+    facts: dict[str, Any] = {
+        "npu_gr": __version__,
+        "python": sys.version,
+        "platform": platform.platform(),
+        "time_unix_s": time.time(),
+        "pid": os.getpid(),
+        "num_cpus": os.cpu_count(),
+        "usable_cpus": sorted(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg(),
+        "num_threads": threading.active_count(),
+        "num_descriptors": len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else None,
+        "descriptor_limit": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "max_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "gc": {"stats": gc.get_stats(), "frozen": gc.get_freeze_count(), "thresholds": gc.get_threshold()},
+        "variables": {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
+        "cgroup": {name: text for name in _CGROUP_FILES if (text := _text(Path("/sys/fs/cgroup", name)))},
+        "packages": dict(sorted((one.name, one.version) for one in metadata.distributions() if one.name)),
+    }
+    return msgspec.json.format(msgspec.json.encode(facts)).decode()
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None

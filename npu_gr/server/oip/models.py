@@ -34,9 +34,8 @@ from npu_gr.core.errors import BadRequest, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.words import cut, near, quoted
 from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.base import Codec, Shown
 from npu_gr.server.codec.bulk import LOOSE_BYTES, count_elements, parts
-from npu_gr.server.codec.fields import MOST_NAMES
+from npu_gr.server.codec.fields import MOST_NAMES, Codec, Shown
 from npu_gr.server.codec.media import MSGPACK, convert
 from npu_gr.server.config import ServerConfig
 

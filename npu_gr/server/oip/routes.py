@@ -21,13 +21,12 @@ from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.words import cut, quoted
 from npu_gr.metrics.registry.requests import AdmissionResult
-from npu_gr.server.auth.key_ring import KeyRing
-from npu_gr.server.codec.base import Shown
+from npu_gr.server.auth.keys import KeyRing
 from npu_gr.server.codec.bulk import LOOSE_BYTES
+from npu_gr.server.codec.fields import Shown
 from npu_gr.server.codec.media import JSON, decode, encode
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.headers import BUDGET_HEADERS
-from npu_gr.server.insight import Insight
+from npu_gr.server.http import BUDGET_HEADERS, json_response
 from npu_gr.server.kind_routes import add_headers, ask, parse_body, until
 from npu_gr.server.middleware import ARRIVED_AT, ID, KEY, OCTETS, USER
 from npu_gr.server.oip.models import (
@@ -43,8 +42,8 @@ from npu_gr.server.oip.models import (
     pack,
 )
 from npu_gr.server.reading import Reader
-from npu_gr.server.responses import json_response, require_ready
-from npu_gr.server.service_protocol import ServiceProtocol
+from npu_gr.server.service_protocol import ServiceProtocol, require_ready
+from npu_gr.server.status import Insight
 
 NAME = "npu_gr"  # of the server, and of the platform of its models
 EXTENSIONS = ("binary_tensor_data", "statistics")

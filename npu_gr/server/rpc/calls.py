@@ -32,13 +32,11 @@ from npu_gr.core.errors import (
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import Kind, Scope
 from npu_gr.core.request import Answer
+from npu_gr.core.trace import CURRENT
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.trace import CURRENT
-from npu_gr.server import headers
+from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, EndedRequest, Failure
-from npu_gr.server.auth.key_ring import KeyRing
-from npu_gr.server.auth.keys import ANYBODY
-from npu_gr.server.auth.throttle import Throttle
+from npu_gr.server.auth.keys import ANYBODY, KeyRing, Throttle
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.middleware import ABANDONED
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -80,8 +78,8 @@ class RpcCall:
         self.whole_at = self.arrived_at  # when its message was here
         self.until_at = self.arrived_at + config.default_budget_s
         self.names_limit = False  # the caller said how long it waits
-        sent_id = self.metadata.get(headers.REQUEST_ID.lower(), "")
-        self.request_id = headers.request_id({headers.REQUEST_ID: sent_id})
+        sent_id = self.metadata.get(http.REQUEST_ID.lower(), "")
+        self.request_id = http.request_id({http.REQUEST_ID: sent_id})
         self.kind: Kind[Any, Any] | None = None
         self.key = ANYBODY
         self.user: UserKey | None = None
@@ -91,9 +89,9 @@ class RpcCall:
 
     def limit(self, config: ServerConfig) -> None:
         """Find when the caller gives up. Raises BadRequest or DeadlineExceeded, as `budget_s` does."""
-        names = headers.BUDGET_HEADERS
+        names = http.BUDGET_HEADERS
         given = {name: value for name in names if (value := self.metadata.get(name.lower()))}
-        budget_s = headers.budget_s(given, config.default_budget_s, config.max_budget_s)
+        budget_s = http.budget_s(given, config.default_budget_s, config.max_budget_s)
         if self.remaining_s is not None:
             own_s = min(self.remaining_s, config.max_budget_s)
             budget_s = min(budget_s, own_s) if given else own_s
@@ -120,7 +118,7 @@ class RpcCall:
     @property
     def about(self) -> Metadata:
         """Trailing metadata of every answer."""
-        return (headers.REQUEST_ID.lower(), self.request_id), ("traceparent", self.trace.header)
+        return (http.REQUEST_ID.lower(), self.request_id), ("traceparent", self.trace.header)
 
 
 Work = Callable[[RpcCall, bytes], Awaitable[bytes]]
@@ -264,7 +262,7 @@ def status_of(error: Exception, call: RpcCall) -> tuple[grpc.StatusCode, str, Me
     other = grpc.StatusCode.INVALID_ARGUMENT if is_callers else grpc.StatusCode.INTERNAL
     about = (*call.about, (STATUS, str(error.status)))
     if isinstance(error, Overloaded) and error.reason is not Refusal.RATE:
-        about = (*about, (PUSHBACK_MS, str(random.choice(headers.RETRY_MS))))  # noqa: S311  (spread)
+        about = (*about, (PUSHBACK_MS, str(random.choice(http.RETRY_MS))))  # noqa: S311  (spread)
     elif isinstance(error, NotTaken):
-        about = (*about, (headers.NOT_TAKEN.lower(), "1"))
+        about = (*about, (http.NOT_TAKEN.lower(), "1"))
     return CODES.get(error.status, other), str(error), about

@@ -20,7 +20,6 @@ from npu_gr.core.errors import BadRequest, NotFound, NpuGrError, TooLarge, Unpro
 from npu_gr.core.kinds import Scope
 from npu_gr.core.words import cut, quoted
 from npu_gr.server.codec.fields import MOST_NAMES
-from npu_gr.server.insight import Insight
 from npu_gr.server.kind_routes import parse_body
 from npu_gr.server.oip.models import (
     BYTES,
@@ -33,6 +32,7 @@ from npu_gr.server.oip.models import (
 )
 from npu_gr.server.oip.routes import EXTENSIONS, NAME, ServedModels, statistics
 from npu_gr.server.rpc.calls import UNEXPECTED, Calls, RpcCall, Work
+from npu_gr.server.status import Insight
 
 INFERENCE = "inference.GRPCInferenceService"
 HEALTH = "grpc.health.v1.Health"
@@ -54,16 +54,18 @@ _CONTENTS = {  # datatype -> the field of `InferTensorContents` that has it
 @cache
 def message(name: str) -> Any:
     """Return the class of a message by its full name. Raises KeyError where there is none."""
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(name))
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))
 
 
-@cache
 def _pool() -> Any:
     compiled = resources.files("npu_gr.server.rpc").joinpath("protos", "compiled.binpb").read_bytes()
     pool = descriptor_pool.DescriptorPool()
     for file in descriptor_pb2.FileDescriptorSet.FromString(compiled).file:
         pool.Add(file)
     return pool
+
+
+_POOL = _pool()  # at import: reading the file would block the event loop
 
 
 def _read(name: str, body: bytes) -> Any:

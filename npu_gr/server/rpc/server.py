@@ -19,10 +19,10 @@ from npu_gr.core.kinds import Scope
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.access_log import AccessLog
-from npu_gr.server.auth.key_ring import KeyRing
+from npu_gr.server.auth.keys import KeyRing
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.insight import Insight
 from npu_gr.server.service_protocol import ServiceProtocol
+from npu_gr.server.status import Insight
 from npu_gr.server.tracing import Tracing
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from npu_gr.core.request import OrderName, RecommendRequest, SourceName
 from npu_gr.features.interactions import Interactions
 from npu_gr.features.store import HistoryConfig
 from npu_gr.jobs.cascade_plan import best_first, by_both, in_turns
+from npu_gr.jobs.service import Service
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
-from npu_gr.service.service import Service
 from npu_gr.train.cascade import TOP, CascadeChoice, CascadeWay, cascade_ways, choose_way
 from npu_gr.train.data import to_train_on
 from npu_gr.train.next_event import JUDGED_USERS, MISSED, NextEventCase, hides_seen, next_events

@@ -42,7 +42,7 @@ inline const char *name(int pipe) {
   return names[pipe];
 }
 
-// What a cost model needs; see benchmarks/ascend_twin.py for the same list.
+// What a cost model needs; see tests/ops/ascend_twin.py for the same list.
 enum Counter {
   VECTOR_INSTRUCTIONS,
   VECTOR_REPEATS,  // of 256 bytes

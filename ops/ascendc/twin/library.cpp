@@ -1,4 +1,4 @@
-// The twin as a shared library with a C interface: one function an op, on host memory. See benchmarks/ascend_twin.py.
+// The twin as a shared library with a C interface: one function an op, on host memory. See tests/ops/ascend_twin.py.
 //
 // A function returns 0; 1 with a reason in words where there is no plan; 2 with the twin's complaint. Caller's sizes
 // are trusted. `knobs` = cores, UB bytes (0: of dav-2201), then what the plan's optional arguments are (0: the plan's

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ascend_twin import Machine, Twin
-from benchmarks.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from tests.ops.ascend_twin import Machine, Twin
+from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 ON = Machine(cores=4)

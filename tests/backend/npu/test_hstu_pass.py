@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.ascend_twin import Machine, NoPlanError, Twin
-from benchmarks.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.npu.hstu_limits import Slots, hstu_limit
@@ -28,6 +26,8 @@ from npu_gr.model.hstu_whole import told_in_numbers, whole_pass
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.on_twin import NAMES, HstuOnTwin
 from tests.models import events, tiny_model
+from tests.ops.ascend_twin import Machine, NoPlanError, Twin
+from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 PLAIN = TorchOps()
 RUNS = [PageRun(5, 4), PageRun(20, 6)]

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.ascend_twin import Twin
 from npu_gr.backend.best_items import Hidden
 from npu_gr.backend.npu import items as npu_items
 from npu_gr.backend.npu import ops as ascend_ops
@@ -24,6 +23,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.matching.matcher import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.test_best_items import job, same, sizes
+from tests.ops.ascend_twin import Twin
 
 REFERENCE = ReferenceBackend()
 

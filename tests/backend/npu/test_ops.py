@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npu_gr.backend.best_items import select
 from npu_gr.backend.calls import Continuations
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.hstu_check import cases
-from npu_gr.backend.topk import select
 from npu_gr.core.errors import ConfigError
 from npu_gr.engine.kv.arena import BeamArena
 from tests.ops.oracle import best

@@ -51,7 +51,6 @@ def check_pool(pool: PrefixPool) -> None:
     assert all(entry.is_published for entry in pool._found.values())
     assert pool._reserved.num_pages == sum(e.num_pages for e in pool._reserved.values())
     holdings = pool.shares.accounts
-    assert pool._evictable_pages() == sum(holding.evictable.num_pages for holding in holdings)
     for holding in holdings:
         for group in (holding.waiting, holding.evictable):
             assert group.num_pages == sum(entry.num_pages for entry in group.values())

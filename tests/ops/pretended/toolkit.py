@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.ascend_twin import SOURCES
+from tests.ops.ascend_twin import SOURCES
 
 HERE = Path(__file__).parent
 CANN = HERE / "cann"

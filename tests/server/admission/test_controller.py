@@ -15,7 +15,7 @@ from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, RANK, SIGNAL
 from npu_gr.core.shares import WANTS_S
 from npu_gr.server.admission.controller import MIN_ACTIVE, AdmissionConfig, AdmissionController, Permit, ServiceTime
-from npu_gr.server.admission.tenants import MAX_PASSES, TOGETHER_S
+from npu_gr.server.admission.fair_queue import MAX_PASSES, TOGETHER_S
 from npu_gr.simulate.clock import VirtualLoop
 from tests.server.admission.rig import OBJECTIVE_S, Instance, Seen, virtually
 

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.shares import MAX_TENANTS, OTHERS, WANTS_S
-from npu_gr.server.admission.tenants import EARNED, MAX_CREDIT, MAX_PASSES, TOGETHER_S, UNEARNED_SHARE, Holder, Tenants
+from npu_gr.server.admission.fair_queue import (
+    EARNED,
+    MAX_CREDIT,
+    MAX_PASSES,
+    TOGETHER_S,
+    UNEARNED_SHARE,
+    Holder,
+    Tenants,
+)
 from tests.clock import Clock
 
 PASS = 4

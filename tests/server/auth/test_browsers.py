@@ -6,7 +6,7 @@ import pytest
 from multidict import CIMultiDict
 
 from npu_gr.core.errors import Forbidden
-from npu_gr.server.auth.browsers import is_loopback_name, refuse_foreign_pages
+from npu_gr.server.auth.rules import is_loopback_name, refuse_foreign_pages
 
 
 @pytest.mark.parametrize(

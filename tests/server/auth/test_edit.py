@@ -12,8 +12,7 @@ import pytest
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.server.auth.edit import add_key, revoke_key
-from npu_gr.server.auth.key_ring import KeyRing
-from npu_gr.server.auth.keys import read_keys
+from npu_gr.server.auth.keys import KeyRing, read_keys
 from tests.keys import bearer, entry, write_keys
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Scope
-from npu_gr.server.auth.key_ring import KeyRefusal, KeyRing
-from npu_gr.server.auth.keys import ANYBODY, KeyEntry, KeyFile, hash_of, written
+from npu_gr.server.auth.keys import ANYBODY, KeyEntry, KeyFile, KeyRefusal, KeyRing, hash_of, written
 from tests.clock import Clock
 
 SECRET = b"a-key-of-more-than-24-characters"

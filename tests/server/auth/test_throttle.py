@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from npu_gr.server.auth.throttle import BURST, HOLD_S, MAX_HELD, RATE_PER_S, Throttle
+from npu_gr.server.auth.keys import BURST, HOLD_S, MAX_HELD, RATE_PER_S, Throttle
 
 
 def test_a_burst_is_answered_at_once_and_the_rest_is_held_back() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import Overloaded
-from npu_gr.server.debug.profile import Profiler, folded_stacks
+from npu_gr.server.debug.stacks import Profiler, folded_stacks
 from tests.keys import bearer, write_keys
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.kinds import KINDS, Scored
-from npu_gr.server.codec.base import Shown
+from npu_gr.server.codec.fields import Shown
 from npu_gr.server.codec.media import JSON, decode
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.oip.models import BYTES, DTYPES, MODELS, Model

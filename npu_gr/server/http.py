@@ -1,0 +1,130 @@
+"""What HTTP adds to a request and its answer: id, time budget, media type, and every error as problem details."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import Mapping
+
+import msgspec
+from aiohttp import web
+
+from npu_gr.core.errors import BadRequest, DeadlineExceeded, NotTaken, NpuGrError, Overloaded, Refusal, Unauthorized
+from npu_gr.core.trace import random_id
+from npu_gr.server.codec.media import JSON, MSGPACK, encode
+
+REQUEST_ID = "X-Request-Id"
+RETRY_AFTER_MS = "Retry-After-Ms"  # beside Retry-After, which has whole seconds
+RETRY_MS = range(20, 96, 5)  # when a refused caller may come again; spread, so that all do not come at once
+NOT_TAKEN = "X-NpuGr-Not-Taken"  # on a 503: the instance began nothing, so the router may send it to another one
+_VALID_ID = re.compile(r"[!-~]{1,128}")
+_GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_GRPC_TIMEOUT = re.compile(r"(\d{1,8})([HMSmun])")
+TIMEOUT_MS = "X-Request-Timeout-Ms"
+_MS_HEADERS = (TIMEOUT_MS, "x-envoy-expected-rq-timeout-ms")
+BUDGET_HEADERS = (*_MS_HEADERS, "grpc-timeout")
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """Return the caller's id if it is printable ASCII of at most 128 characters, else make a new one."""
+    given = headers.get(REQUEST_ID, "")
+    return given if _VALID_ID.fullmatch(given) else random_id(128)
+
+
+def budget_s(headers: Mapping[str, str], default_s: float, max_s: float) -> float:
+    """Return the seconds that the caller grants: the smallest value of the headers that are there.
+
+    Args:
+        headers: X-Request-Timeout-Ms, x-envoy-expected-rq-timeout-ms, grpc-timeout are read.
+        default_s: where there is none of them.
+        max_s: at most.
+
+    Raises:
+        BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.
+    """
+    budgets = []
+    for name in _MS_HEADERS:
+        if (text := headers.get(name)) is not None:
+            if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
+                raise BadRequest(f"{name}: expected milliseconds, got {text[:32]!r}")
+            budgets.append(float(text) * 1e-3)
+    if (text := headers.get("grpc-timeout")) is not None:
+        match = _GRPC_TIMEOUT.fullmatch(text)
+        if not match:
+            raise BadRequest(f"grpc-timeout: expected up to 8 digits and a unit, got {text[:32]!r}")
+        budgets.append(int(match[1]) * _GRPC_UNITS_S[match[2]])
+    budget = min([*budgets, max_s] if budgets else [default_s, max_s])
+    if budget <= 0:
+        raise DeadlineExceeded("the time budget was spent before the request arrived")
+    return budget
+
+
+def accepted_media(request: web.Request) -> str:
+    """Choose msgpack where the caller's `Accept` begins with it, JSON everywhere else."""
+    return MSGPACK if request.headers.get("Accept", "").startswith(MSGPACK) else JSON
+
+
+def struct_response(request: web.Request, body: msgspec.Struct, status: int = 200) -> web.Response:
+    """Answer a Struct in the media type that the caller accepts."""
+    media = accepted_media(request)
+    return web.Response(body=encode(body, media), status=status, content_type=media)
+
+
+def json_response(body: object) -> web.Response:
+    """Answer plain values as JSON, whatever the caller accepts."""
+    return web.Response(body=msgspec.json.encode(body), content_type=JSON)
+
+
+log = logging.getLogger(__name__)
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """RFC 9457 problem details. `error` is the detail again, for clients of the Open Inference Protocol."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    request_id: str
+    error: str | msgspec.UnsetType = msgspec.UNSET
+
+
+def problem(status: int, title: str, detail: str, request_id: str, *, is_inference: bool = False) -> web.Response:
+    """Make an answer of type application/problem+json.
+
+    Args:
+        status: of HTTP.
+        title: names the kind of error, always with the same words.
+        detail: names what is wrong with this request.
+        request_id: under which the log has it.
+        is_inference: the route is one of the Open Inference Protocol.
+    """
+    error = detail if is_inference else msgspec.UNSET
+    body = Problem(type="about:blank", title=title, status=status, detail=detail, request_id=request_id, error=error)
+    return web.Response(body=encode(body, JSON), status=status, content_type="application/problem+json")
+
+
+def from_error(error: BaseException, request_id: str, *, is_inference: bool = False) -> web.Response:
+    """Translate an exception of a handler. An exception that is not ours becomes a 500, and is logged."""
+    if isinstance(error, NpuGrError):
+        answer = problem(error.status, error.title, str(error), request_id, is_inference=is_inference)
+        if isinstance(error, Overloaded):
+            answer.headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
+            if error.reason is not Refusal.RATE:  # a rate does not end in milliseconds
+                answer.headers[RETRY_AFTER_MS] = f"{random.choice(RETRY_MS)}"  # noqa: S311  (spread)
+        elif error.status == 503:
+            answer.headers["Retry-After"] = "1"
+            if isinstance(error, NotTaken):
+                answer.headers[NOT_TAKEN] = "1"
+        elif isinstance(error, Unauthorized):
+            answer.headers["WWW-Authenticate"] = "Bearer"
+        return answer
+    if isinstance(error, web.HTTPException):
+        answer = problem(error.status, error.reason.lower(), error.reason, request_id, is_inference=is_inference)
+        if "Allow" in error.headers:
+            answer.headers["Allow"] = error.headers["Allow"]
+        return answer
+    log.error("request %s failed", request_id, exc_info=error)
+    told = "an unexpected error; the log has it under this request id"
+    return problem(500, "internal error", told, request_id, is_inference=is_inference)
