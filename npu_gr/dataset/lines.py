@@ -107,7 +107,7 @@ def _state(line: bytes) -> int:
     return UNSURE if b"\r" in line else 0
 
 
-class Row(NamedTuple):
+class ParsedRow(NamedTuple):
     """A row of a text file, or what is none."""
 
     number: int  # of its first line, counted from 1
@@ -119,7 +119,7 @@ class Row(NamedTuple):
 
 def read_rows(
     path: Path, delimiter: str, quote: str, num_columns: int, first: int = 1, only: Iterator[int] | None = None
-) -> Iterator[Row]:
+) -> Iterator[ParsedRow]:
     """Parse a file of cells line by line.
 
     Args:
@@ -149,18 +149,18 @@ def read_rows(
                 wanted = next(only, 0)
 
 
-def _row(number: int, line: bytes, following: deque[bytes], shape: tuple[str, str, int]) -> Row:
+def _row(number: int, line: bytes, following: deque[bytes], shape: tuple[str, str, int]) -> ParsedRow:
     delimiter, quote, num_columns = shape
     shown = line.decode(errors="replace")
     try:
         cells, num_more = _parsed(line, islice(following, MAX_ROW_LINES), delimiter, quote, num_columns)
     except UnicodeError:
-        return Row(number, 0, shown, None, RejectReason.NOT_UTF8)
+        return ParsedRow(number, 0, shown, None, RejectReason.NOT_UTF8)
     except csv.Error:
-        return Row(number, 0, shown, None, RejectReason.QUOTE)
+        return ParsedRow(number, 0, shown, None, RejectReason.QUOTE)
     if len(cells) != num_columns:
-        return Row(number, num_more, shown, None, RejectReason.CELLS)
-    return Row(number, num_more, shown, cells, None)
+        return ParsedRow(number, num_more, shown, None, RejectReason.CELLS)
+    return ParsedRow(number, num_more, shown, cells, None)
 
 
 def _parsed(

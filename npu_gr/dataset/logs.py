@@ -29,11 +29,11 @@ from npu_gr.dataset.cells import (
     values_sql,
 )
 from npu_gr.dataset.columns import MAX_EVENT_TYPES, Column, LogColumns, cells_of, choose_log_columns
-from npu_gr.dataset.engine import Table
 from npu_gr.dataset.lines import NESTED, OnProgress
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import CODES, MAX_EVENT_CHARS, MAX_ROW_CHARS, MAX_USER_CHARS, UNSURE, RejectReason, Rejects
 from npu_gr.dataset.sources import NestedSource, Source
+from npu_gr.dataset.table import SourceTable
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
 from npu_gr.features.interactions import LogFeatureOf, ToldKind
 
@@ -177,7 +177,7 @@ class Log:
             DataError: it cannot be read to its end, too much of it cannot be used, or an event has too many types.
         """
         self._con = con
-        table = Table(con, "log", self._source, self._names, self._wrap)
+        table = SourceTable(con, "log", self._source, self._names, self._wrap)
         table.load(show)
         table.take_rejects(rejects)
         (self.num_rows,) = con.execute("SELECT count(*) FROM log WHERE reason = 0").fetchone()

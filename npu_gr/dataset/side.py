@@ -23,11 +23,11 @@ from npu_gr.core.words import counted, quoted
 from npu_gr.dataset.actions import bucket_edges, bucket_names, bucket_of
 from npu_gr.dataset.cells import Cells, has_point, name_sql, number_of, plain_text, values_of
 from npu_gr.dataset.columns import Column, cells_of, choose_item_columns, choose_user_column
-from npu_gr.dataset.engine import Table
 from npu_gr.dataset.lines import OnProgress
 from npu_gr.dataset.logs import MAX_VALUE_BYTES, kind_word, split_kind, told_cells
 from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, UNSURE, RejectReason, Rejects
 from npu_gr.dataset.sources import Source
+from npu_gr.dataset.table import SourceTable
 from npu_gr.features.interactions import ToldKind
 
 MAX_VALUES = 1000  # distinct ones of a feature of items
@@ -240,7 +240,7 @@ def _rows(
             f"FROM (SELECT *, {key} AS name{'' if line == 'line' else f', {line} AS line'} FROM ({cells})))"
         )
 
-    table = Table(con, view, source, columns, wrap)
+    table = SourceTable(con, view, source, columns, wrap)
     table.load(show)
     table.take_rejects(rejects)
     wanted = ", ".join(f"c{place}" for place in range(len(columns)))

@@ -14,7 +14,7 @@ import duckdb
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.dataset import engine, files, prepare, read_dataset, write
+from npu_gr.dataset import files, prepare, read_dataset, table, write
 from tests.dataset.logs import EVENTS, write_csv
 
 
@@ -46,7 +46,7 @@ def no_space_of_duckdb(*_: object) -> None:
 def test_a_full_disk_keeps_what_was_there(what: str, log: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(out)
     if what == "duckdb":
-        monkeypatch.setattr(engine.Table, "load", no_space_of_duckdb)
+        monkeypatch.setattr(table.SourceTable, "load", no_space_of_duckdb)
     elif what == "write_users":
         monkeypatch.setattr("npu_gr.dataset.build.write_users", no_space)
     else:

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import DataError
-from npu_gr.dataset import PrepareOptions, engine, lines, prepare, read_log
-from npu_gr.dataset.engine import Table, in_memory
+from npu_gr.dataset import PrepareOptions, lines, prepare, read_log, table
+from npu_gr.dataset.engine import in_memory
 from npu_gr.dataset.lines import ignore_progress
 from npu_gr.dataset.rejects import RejectReason
 from npu_gr.dataset.sources import open_source
+from npu_gr.dataset.table import SourceTable
 
 HEAD = b"user_id,item_id,ts,note\n"
 GOOD = b"u,i,1700000000,x\n"
@@ -184,7 +185,7 @@ def test_a_log_that_is_mostly_garbage_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_file_of_rejected_rows_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "MAX_WRITTEN", 3)
+    monkeypatch.setattr(table, "MAX_WRITTEN", 3)
     (tmp_path / "log.csv").write_bytes(HEAD + GOOD + b"x" * 10_000 + b"\n" + b"bad\n" * 99)
     prepared = prepare(tmp_path / "log.csv", tmp_path / "data", lenient())
     assert prepared.num_rejected == 100
@@ -253,10 +254,10 @@ def test_any_bytes_are_a_log_or_are_refused(content: bytes, tmp_path_factory: py
     path.write_bytes(b"user_id,item_id\n" + content)
     source = open_source(path)
     with in_memory() as con:
-        table = Table(
+        found = SourceTable(
             con, "log", source, ["user_id", "item_id"], lambda cells: f"SELECT *, state AS reason FROM ({cells})"
         )
-        table.load(ignore_progress)
+        found.load(ignore_progress)
         seen = [n + 2 for (n,) in con.execute("SELECT n FROM log WHERE reason >= 0").fetchall()]
     assert len(set(seen)) == len(seen)
     assert set(seen) <= set(range(2, content.count(b"\n") + 3))

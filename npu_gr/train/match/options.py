@@ -59,6 +59,7 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_anchors: Annotated[Count, Meta(description="anchors of each inter-domain loss in a step")] = 512
     num_inter_negatives: Annotated[Count, Meta(description="negatives of each anchor")] = 128
     lambda_intra: Annotated[Weight, Meta(description="of the intra-domain losses, in the inter-domain stage")] = 0.1
+    lambda_inter: Annotated[Weight, Meta(description="of the inter-domain losses")] = 1.0
     tau: Annotated[Positive, Meta(description="temperature of the inter-domain losses")] = 0.2
     learning_rate: Annotated[Positive, Meta(description="of the embedding tables")] = 2e-2
     pacing_looks: Annotated[
@@ -94,7 +95,7 @@ def stages(options: MatchOptions) -> list[TrainingStage]:
 # Options that the stages before the inter-domain one do not read.
 _INTER_OPTIONS: tuple[str, ...] = (
     *("aligned", "neighbour", "stop_gradient", "curriculum", "inter_steps", "batch_anchors"),
-    *("num_inter_negatives", "lambda_intra", "tau", "pacing_looks"),
+    *("num_inter_negatives", "lambda_intra", "lambda_inter", "tau", "pacing_looks"),
 )
 
 

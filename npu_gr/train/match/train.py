@@ -237,7 +237,7 @@ class Trainer:
         else:
             assert self._source_users is not None
             source_users = self._source_users
-        return options.lambda_intra * intra + self._inter(stage, source_users, vectors["target"])
+        return options.lambda_intra * intra + options.lambda_inter * self._inter(stage, source_users, vectors["target"])
 
     def _intra(self, domain: str, vectors: Encoding) -> Tensor:
         """Compute the loss of a batch of edges of a domain."""
