@@ -74,6 +74,7 @@ OPTIONS = (
     SEED,
 )
 BUDGETS_MS = (100.0, 1000.0)  # of the requests, at random
+PATIENT_MS = (500.0, 1000.0)  # of those to a fleet: there is time to ask a second instance
 TENANTS = 256
 CHECKED = 4  # bodies
 DENSITY_CLIENTS = (1, 2, 4, 8, 16, 32, 64)
@@ -130,7 +131,9 @@ def lines(
                 if "density" in parts:
                     yield from bench.density(repeats)
         if "fleet" in parts:
-            yield from fleet.lines(checkpoint, folder, overrides, bodies.all, goal_s, seed)
+            yield from fleet.lines(
+                checkpoint, folder, overrides, write_bodies(folder / "patient", ranks, PATIENT_MS), goal_s, seed
+            )
 
 
 class _Bench:

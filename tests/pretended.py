@@ -32,11 +32,12 @@ class ShoutJob:
 async def main(folder: Path) -> dict[str, Any]:
     """Serve one shout, and gather what the rest of the system says about it."""
     register_shout()  # before any module that derives from the table is imported
+    from npu_gr.core.kinds import Routing
     from npu_gr.metrics.dashboards import dashboards
     from npu_gr.metrics.rules import rules
     from npu_gr.replay.files import QueryLog
     from npu_gr.replay.requests import encode
-    from npu_gr.router.routes import route_of
+    from npu_gr.route.haproxy import routed
     from npu_gr.service.config import SLOConfig
     from npu_gr.service.job_table import MAKERS
     from tests.serving import serving
@@ -71,7 +72,7 @@ async def main(folder: Path) -> dict[str, Any]:
         "documented": documented["summary"],
         "row": next(row["threshold_s"] for row in page["goodput"] if row["kind"] == SHOUT.name),
         "recorded": {"kind": logged.kind, "word": json.loads(encode(logged))["word"]},
-        "router": route_of(b"POST", SHOUT.path.encode()).handling.name,
+        "router": next(how.name for how in Routing if SHOUT in routed(how)),
         "alerts": sorted(name for name in alerts if name.endswith("FastBurn")),
         "has_panel": 'kind=\\"shout\\"' in json.dumps(dashboards(objectives)),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from npu_gr.metrics.rules import rules
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.requests import encode
-from npu_gr.router.routes import Handling, route_of
+from npu_gr.route.haproxy import let_through, routed
 from npu_gr.service.config import SLOConfig
 from tests.matching.vectors import KNOWN
 from tests.server.test_match_over_http import section as match_section
@@ -166,9 +167,8 @@ def test_recording_and_replay(kind: Kind[Any, Any], facts: Facts) -> None:
 
 @every_kind
 def test_router_entry(kind: Kind[Any, Any]) -> None:
-    handling = route_of(kind.method.encode(), kind.path.replace("{user_id}", "u").encode()).handling
-    assert handling is not Handling.UNKNOWN
-    assert handling.name == kind.routing.name
+    assert kind in routed(kind.routing)
+    assert any(re.search(pattern, kind.path.replace("{user_id}", "u")) for pattern in let_through(kind.method))
 
 
 @every_kind

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from npu_gr.core.setting_types import settings_of
 from npu_gr.core.settings import GONE
 from npu_gr.metrics.registry import Metrics
-from npu_gr.router.config import RouterConfig
+from npu_gr.route.config import RouterConfig
 from npu_gr.service.config import Config, SLOConfig
 from tests.sources import ROOT
 

@@ -216,7 +216,6 @@ def _user(key: bytes) -> list[str]:
 @SET
 @click.option("--logs", multiple=True, type=FILE, help="A file with log lines; repeat it.")
 @click.option("--url", "urls", multiple=True, help="Admin address of an instance; repeat it.")
-@click.option("--router", "routers", multiple=True, help="Admin address of a router; repeat it.")
 @AS_JSON
 @API_KEY
 def erase_check(
@@ -226,7 +225,6 @@ def erase_check(
     overrides: tuple[str, ...],
     logs: tuple[Path, ...],
     urls: tuple[str, ...],
-    routers: tuple[str, ...],
     as_json: bool,
     api_key: str | None,
 ) -> None:
@@ -247,7 +245,7 @@ def erase_check(
         found = await asyncio.to_thread(search_files, config, key, logs)
         if config.features.kind == "redis":
             found += await search_redis(config.features, key)
-        return found + await search_memory(key, urls, routers, api_key)
+        return found + await search_memory(key, urls, api_key)
 
     found = asyncio.run(search())
     code = exit_code(found)

@@ -1,39 +1,101 @@
-"""npu-gr fleet: our instances in infrastructure that is there already: balancers, a Ray cluster, Kubernetes."""
+"""npu-gr fleet: what must reach every instance, and instances on a Ray cluster."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote, urlencode
 
 import click
 
-from npu_gr.cli.options import API_KEY, CONFIG, FILE, SET, load_config, run_async
+from npu_gr.cli.options import API_KEY, CONFIG, FILE, SET, load_config
+
+if TYPE_CHECKING:
+    from npu_gr.route.fan_out import Answered, Change
+
+_TENANT = click.option("--tenant", default="", help="Of the user, where the key is for every tenant.")
+_RELOADS = {"models": "/v1/models/reload", "catalog": "/v1/catalog/reload", "match": "/v1/match/reload"}
+_ROLLBACKS = {"catalog": "/v1/catalog/rollback", "match": "/v1/match/rollback"}
+_ROUTER = click.option("--config", "config_path", required=True, type=FILE, help="YAML configuration of the router.")
 
 
-@click.group(short_help="Place requests by user in a balancer of yours.")
+@click.group()
 def fleet() -> None:
-    """Place requests by user, as the router does, in infrastructure that you have already; and look after pods."""
+    """Change every instance that a router's configuration lists; and run instances on Ray."""
 
 
-def _add_balancer(name: str, about: str) -> None:
-    @fleet.command(name, help=about)
-    @CONFIG
-    @SET
-    def command(config_path: Path, overrides: tuple[str, ...]) -> None:
-        from npu_gr.fleet.balancers import BALANCERS
-        from npu_gr.router.config import load
-        from npu_gr.router.discovery import find
-
-        config = load(config_path, overrides)
-        click.echo(BALANCERS[name](config, asyncio.run(find(config.discovery))), nl=False)
+def _shared(command: Callable[..., None]) -> Callable[..., None]:
+    return _ROUTER(SET(API_KEY(command)))
 
 
-_add_balancer("envoy", "Print Envoy's configuration: MAGLEV.")
-_add_balancer("haproxy", "Print HAProxy's: strict consistent hashing.")
-_add_balancer("nginx", "Print nginx.conf: strict consistent hashing.")
+@fleet.command()
+@click.argument("user")
+@_TENANT
+@_shared
+def erase(user: str, tenant: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
+    """Erase USER at every instance. Exit code 1: an instance has not done it, and is named; ask again."""
+    from npu_gr.core.kinds import ERASE
+
+    query = f"?{urlencode({'tenant': tenant})}" if tenant else ""
+    path = ERASE.path.replace("{user_id}", quote(user, safe="").replace(".", "%2E"))
+    _tell_all(config_path, overrides, api_key, ERASE.method, path + query)
 
 
-@fleet.command("ray", short_help="Run instances on a Ray cluster until stopped.")
+@fleet.command()
+@click.argument("file", type=FILE)
+@_shared
+def items(file: Path, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
+    """Change items of the catalogue at every instance: FILE is the body of POST /v1/catalog/items."""
+    _tell_all(config_path, overrides, api_key, "POST", "/v1/catalog/items", file.read_bytes())
+
+
+@fleet.command()
+@click.argument("what", type=click.Choice(list(_RELOADS)))
+@_shared
+def reload(what: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
+    """Let every instance read its models, its catalogue or its vectors again."""
+    _tell_all(config_path, overrides, api_key, "POST", _RELOADS[what])
+
+
+@fleet.command()
+@click.argument("what", type=click.Choice(list(_ROLLBACKS)))
+@_shared
+def rollback(what: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
+    """Let every instance go back to the catalogue or the vectors before."""
+    _tell_all(config_path, overrides, api_key, "POST", _ROLLBACKS[what])
+
+
+def _tell_all(
+    config_path: Path, overrides: tuple[str, ...], api_key: str | None, method: str, target: str, body: bytes = b""
+) -> None:
+    """Send a change to every instance, and print what each answered."""
+    from npu_gr.core.calling import calling_headers
+    from npu_gr.route.fan_out import Change, missing
+
+    headers = calling_headers(api_key) | ({"Content-Type": "application/json"} if body else {})
+    change = Change(method, target, headers, body)
+    answers = asyncio.run(_ask(config_path, overrides, change))
+    for name, answer in sorted(answers.items()):
+        click.echo(f"{name}  {answer.status or '-'}  {answer.text.strip()[:200]}")
+    left = missing(answers)
+    if left or not answers:
+        click.echo(f"not done at {', '.join(left) or 'any instance'}; ask again", err=True)
+        sys.exit(1)
+
+
+async def _ask(config_path: Path, overrides: tuple[str, ...], change: Change) -> dict[str, Answered]:
+    from npu_gr.route.config import load
+    from npu_gr.route.discovery import find
+    from npu_gr.route.fan_out import Way, ask_all
+
+    config = load(config_path, overrides)
+    return await ask_all(Way(config), await find(config.discovery), change, config.max_budget_s / 3)
+
+
+@fleet.command("ray")
 @CONFIG
 @SET
 @click.option("--instances", required=True, type=click.IntRange(1), help="At least so many, one a device.")
@@ -54,70 +116,7 @@ def ray(
 
     The cluster is that of RAY_ADDRESS; without it, a local one is started.
     """
-    from npu_gr.fleet.ray_serve import RayOptions, deploy
+    from npu_gr.route.ray_serve import RayOptions, deploy
 
     config = load_config(config_path, overrides)
     deploy(config, RayOptions(instances, max_instances or instances, resource, host, port))
-
-
-@fleet.command("deletion-cost")
-@click.option("--selector", required=True, help="Labels of the pods, as kubectl takes them.")
-@click.option("--namespace", help="Of the pods; by default the one that this pod is in.")
-@click.option("--api", help="Address of the API server; by default as every pod has it in its environment.")
-@click.option("--account", type=FILE, help="Folder with the service account's token and ca.crt.")
-@click.option("--port", default=8081, show_default=True, help="Admin port of the pods.")
-@click.option("--plain", is_flag=True, help="The admin port has no TLS.")
-@click.option("--server-name", help="That the certificates of the pods have.")
-@click.option("--period", "period_s", default=60.0, show_default=True, type=click.FloatRange(1.0), help="Seconds.")
-@click.option("--once", is_flag=True, help="Write the costs once, print what was written, and end.")
-@API_KEY
-def deletion_cost(
-    selector: str,
-    namespace: str | None,
-    api: str | None,
-    account: Path | None,
-    port: int,
-    plain: bool,
-    server_name: str | None,
-    period_s: float,
-    once: bool,
-    api_key: str | None,
-) -> None:
-    """Tell Kubernetes what a pod's removal costs.
-
-    Writes the MiB of prefix KV that it holds into the annotation pod-deletion-cost, by which a scale-down of a
-    Deployment takes the emptiest pods first. A StatefulSet does not read it. Runs until stopped, as a pod with a
-    service account that may list and patch pods.
-    """
-    from npu_gr.core.calling import calling_context
-    from npu_gr.core.signals import stop_signals
-    from npu_gr.core.tasks import running
-    from npu_gr.fleet.deletion_cost import ACCOUNT, ApiFailed, Watched, api_address, own_namespace, watching
-
-    folder = account or ACCOUNT
-    watched = Watched(
-        api=(api or api_address()).rstrip("/"),
-        namespace=namespace or own_namespace(folder),
-        selector=selector,
-        scheme="http" if plain else "https",
-        port=port,
-        server_name=server_name,
-        api_key=api_key,
-        account=folder,
-    )
-
-    async def work() -> None:
-        async with watching(watched, calling_context()) as costs:
-            if once:
-                try:
-                    written = await costs.write_once()
-                except ApiFailed as error:
-                    raise click.ClickException(str(error)) from error
-                for name, cost in sorted(written.items()):
-                    click.echo(f"{name}  {cost}")
-                return
-            with stop_signals() as signals:
-                async with running(costs.keep_writing(period_s)):
-                    await signals.get()
-
-    run_async(work)

@@ -29,14 +29,15 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
 @click.command()
 @CONFIG
 @SET
-@click.option("--take-over", is_flag=True, help="Take the port over from the router that has it, without a gap.")
-def route(config_path: Path, overrides: tuple[str, ...], take_over: bool) -> None:
-    """Start the affinity router in front of many instances. SIGTERM drains and stops it, SIGUSR1 logs stacks."""
-    from npu_gr.router.config import load
-    from npu_gr.router.run import run
+@click.option("--print", "prints", is_flag=True, help="Print HAProxy's file as it would be written, and end.")
+def route(config_path: Path, overrides: tuple[str, ...], prints: bool) -> None:
+    """Run HAProxy in front of the instances: by user, a rank where its signal went. SIGTERM drains and stops it."""
+    from npu_gr.route.process import run, shown
 
-    config = load(config_path, overrides)
-    _serve(lambda: run(config, takes_over=take_over))
+    if prints:
+        click.echo(asyncio.run(shown(config_path, overrides)), nl=False)
+        return
+    _serve(lambda: run(config_path, overrides))
 
 
 @click.command("check-config", short_help="Check a configuration and all that it names.")

@@ -53,6 +53,21 @@ Ratio = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 # Keys that went, by path (an element of a list has the list's path) -> what takes their place. docs/upgrading.md has
 # the same rows with more words. A section that went whole has one row.
 GONE: dict[str, str] = {
+    # the router (`npu-gr route`), which is HAProxy
+    "tenant_header": "nothing: users are placed by name alone, and instances read the tenant themselves",
+    "default_budget_s": "nothing: the instance has server.default_budget_s",
+    "connect_timeout_s": "nothing: it is 250 ms",
+    "instance_idle_s": "nothing: HAProxy keeps idle connections for 5 s",
+    "health.path": "nothing: it is /readyz",
+    "health.panic_ratio": "nothing: without an instance that is up the answer is 503",
+    "breaker": "health.failures and health.return_s; instances are not compared by speed",
+    "retry": "nothing: a rank without an answer after 5 times its objective goes to another instance, at most twice",
+    "limits.max_inflight": "limits.instance_queue and limits.instance_inflight, of each instance",
+    "limits.instance_idle": "nothing: HAProxy decides",
+    "limits.max_kept_bytes": "limits.buffer_bytes, of each connection",
+    "limits.stream_over_bytes": "limits.buffer_bytes",
+    "limits.max_header_bytes": "limits.buffer_bytes",
+    "limits.max_headers": "nothing: HAProxy takes 101",
     "server.workers": "the process with the models serves HTTP; more cores: more instances behind `npu-gr route`",
     "server.max_connections": "the limit of a proxy: `npu-gr route`, or the system's limit of open files",
     "server.header_timeout_s": "the proxy closes connections that send their headers slowly (`npu-gr route`)",

@@ -23,10 +23,7 @@ from rich.table import Table
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome
 from npu_gr.metrics.slo import Counts, Promise, Result, judge
-from npu_gr.router.config import DiscoveryConfig, InstanceConfig, LimitsConfig, PairConfig, RouterConfig
-from npu_gr.router.instance import Health
-from npu_gr.router.members import How, Members, ring_of
-from npu_gr.router.ring import Placement
+from npu_gr.route.placement import How, Member, Ring, bound, place
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import RankResult, SimulatedInstance
@@ -118,14 +115,15 @@ class Fleet:
     def __init__(self, config: SimulateConfig, profile: DeviceProfile) -> None:
         self._config = config
         self._loop = asyncio.get_running_loop()
-        self.members = members(config)
-        names = list(self.members.instances)
+        names = [f"gr-{number}" for number in range(config.instances)]
+        self.ring = Ring(map(Member, names))
+        self._in_flight = Counter(dict.fromkeys(names, 0))
         kept = min(config.sampled_instances or len(names), len(names))
         chosen = random.Random(config.seed).sample(names, kept)  # noqa: S311  (a sample)
         self.instances = {name: SimulatedInstance(config, profile, name) for name in sorted(chosen)}
         self._is_sampled = kept < len(names)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._placed: dict[str, Placement] = {}  # user -> what the signal's answer says; the rank brings it
+        self._signalled: dict[str, str] = {}  # user -> the instance of the signal that has no rank yet
         self.result = FleetResult(instances=len(names), simulated=kept, slo_s=config.slo_s)
 
     async def run(self, traffic: Iterable[TrafficRequest]) -> FleetResult:
@@ -136,7 +134,7 @@ class Fleet:
         for request in traffic:
             if request.due_at >= self._config.duration_s:
                 break
-            if self._is_sampled and self.members.ring.owner(request.user.encode()) not in self.instances:
+            if self._is_sampled and self.ring.owner(request.user.encode()) not in self.instances:
                 continue
             if request.due_at > self._loop.time():
                 await asyncio.sleep(request.due_at - self._loop.time())
@@ -168,28 +166,33 @@ class Fleet:
         result.num_wasted = sum(one.num_wasted for one in self.instances.values())
 
     async def _signal(self, request: TrafficRequest) -> None:
-        choice, placement = self.members.for_signal(request.user.encode(), self._loop.time())
-        self._placed[request.user] = placement
-        there = choice.instance
-        there.in_flight += 1
+        has_room = self._has_room if self._config.load_factor else None
+        there = place(self.ring, request.user.encode(), self._in_flight.__contains__, has_room=has_room)
+        assert there is not None  # all are up
+        self._signalled[request.user] = there.name
+        self._in_flight[there.name] += 1
         try:
             verdict = await self.instances[there.name].signal(request)
         finally:
-            there.in_flight -= 1
+            self._in_flight[there.name] -= 1
         if request.due_at >= self._config.warmup_s:
             self.result.verdicts[verdict.value if verdict else "refused"] += 1
 
     async def _rank(self, request: TrafficRequest) -> None:
-        brought = self._placed.pop(request.user, None)
-        choice = self.members.for_rank(request.user.encode(), brought, self._loop.time(), ())
-        there = choice.instance
-        there.in_flight += 1
+        signalled = self._signalled.pop(request.user, None)
+        there = place(self.ring, request.user.encode(), self._in_flight.__contains__, signalled)
+        assert there is not None
+        self._in_flight[there.name] += 1
         try:
             ranked = await self.instances[there.name].rank(request)
         finally:
-            there.in_flight -= 1
+            self._in_flight[there.name] -= 1
         if request.due_at >= self._config.warmup_s:
-            self._count(request, ranked, choice.how)
+            self._count(request, ranked, there.how)
+
+    def _has_room(self, name: str) -> bool:
+        most = bound(self._in_flight.total(), 1.0, len(self._in_flight), self._config.load_factor)
+        return self._in_flight[name] < most
 
     def _count(self, request: TrafficRequest, ranked: RankResult, how: How) -> None:
         result = self.result
@@ -204,23 +207,6 @@ class Fleet:
             result.results[judged] += 1
         if ranked.outcome is not None:
             result.latencies_s.append(ranked.latency_s)
-
-
-def members(config: SimulateConfig) -> Members:
-    """Make the router's view of the fleet: every instance is healthy."""
-    instances = [
-        InstanceConfig(name=f"gr-{number}", host="127.0.0.1", port=1 + number) for number in range(config.instances)
-    ]
-    router = RouterConfig(
-        discovery=DiscoveryConfig(instances=instances),
-        limits=LimitsConfig(instance_inflight=1 << 30),
-        relay=PairConfig(t_life_s=config.relay.t_life_s, load_factor=config.load_factor),
-    )
-    found = Members(router, config.seed)
-    found.replace(instances, ring_of(instances))
-    for instance in found.instances.values():
-        instance.health = Health.UP
-    return found
 
 
 def simulate(config: SimulateConfig, profile: DeviceProfile, traffic: Iterator[TrafficRequest]) -> FleetResult:

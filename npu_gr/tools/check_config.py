@@ -7,6 +7,7 @@ that. Without torch (the extra `serve`) models are not read, and the report says
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import socket
@@ -33,9 +34,10 @@ from npu_gr.matching import vectors
 from npu_gr.matching.config import MatchConfig
 from npu_gr.relay.config import beside
 from npu_gr.replay.erased import read_key
-from npu_gr.router.config import RouterConfig
-from npu_gr.router.config import load as load_router
-from npu_gr.router.discovery import InstancesFile
+from npu_gr.route.config import RouterConfig
+from npu_gr.route.config import load as load_router
+from npu_gr.route.discovery import InstancesFile
+from npu_gr.route.process import tried
 from npu_gr.server.access_log import read_key_file
 from npu_gr.server.auth.keys import read_keys
 from npu_gr.service.config import Config, load
@@ -156,7 +158,8 @@ def _of_router(config: RouterConfig) -> Iterator[Opened]:
     if config.instances_tls is not None:
         yield _client_tls("instances_tls", config.instances_tls)
     if config.picker is not None:
-        yield from _extra("picker", "hpack", "picker")
+        yield from _extra("picker", "grpc", "picker")
+    yield _tried("haproxy", lambda: f"{config.host}:{config.port}: {asyncio.run(tried(config))}")
     yield from _port("port", config.host, config.port)
     yield from _port("admin_port", config.admin_host, config.admin_port)
 

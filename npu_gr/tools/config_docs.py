@@ -30,7 +30,7 @@ from npu_gr.core.setting_types import (
     settings_of,
     unit_of,
 )
-from npu_gr.router.config import RouterConfig
+from npu_gr.route.config import RouterConfig
 from npu_gr.service.config import Config
 from npu_gr.simulate.config import SimulateConfig
 

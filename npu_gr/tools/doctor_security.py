@@ -24,8 +24,8 @@ from npu_gr.core.kinds import Scope
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.setting_types import options, settings_of
 from npu_gr.core.tls import ServerTlsConfig
-from npu_gr.router import config as router_config
-from npu_gr.router.config import RouterConfig
+from npu_gr.route import config as router_config
+from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig
 from npu_gr.server.auth.keys import Key, KeyEntry, in_utc, read_keys
 from npu_gr.server.auth.rules import is_loopback_name, rules
 from npu_gr.service.config import Config, load
@@ -49,8 +49,8 @@ LINES: dict[str, str | None] = {
     "admin_host": "router.admin ",
     "admin_port": "router.admin ",
     "api_keys_file": "key",
-    "picker.host": "router",
-    "picker.port": "router",
+    "picker.host": "router.picker ",
+    "picker.port": "router.picker ",
     **dict.fromkeys(
         f"discovery.{section}.{name}"
         for section in ("instances", "dns")
@@ -191,7 +191,11 @@ def examine_router(config: RouterConfig) -> list[WayIn]:
         *_address("router.admin", config.admin_host, config.admin_port, ADMIN, keys, admin_tls),
         *_keys(keys),
         *_instances(config),
+        *_peers(config),
     ]
+    if (picker := config.picker) is not None:
+        picker_tls = picker.tls or tls
+        found.append(_picker(picker, picker_tls))
     if tls is not None:
         found += _private("tls.key", Path(tls.key), allowed=0o040)
     return found
@@ -345,6 +349,7 @@ def _call(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
 def _instances(config: RouterConfig) -> Iterator[WayIn]:
     discovery = config.discovery
     hosts = [instance.host for instance in discovery.instances]
+    agents = [instance for instance in discovery.instances if instance.agent_port]
     if discovery.dns is not None:
         hosts.append(discovery.dns.host)
     if discovery.file is not None:
@@ -361,4 +366,41 @@ def _instances(config: RouterConfig) -> Iterator[WayIn]:
                 Openness.OPEN,
                 "who listens on the way reads keys and histories",
                 "set instances_tls: {ca, certificate, key}, and server.tls on the instances",
+            )
+    yield from map(_agent, agents)
+
+
+def _agent(one: InstanceConfig) -> WayIn:
+    what = f"agent {one.host}:{one.agent_port}"
+    if is_loopback_name(one.host):
+        return WayIn(what, Openness.LOCAL, "in clear on this machine; says how many requests the instance takes")
+    return WayIn(
+        what,
+        Openness.LOCAL,
+        "in clear, as HAProxy has it; who is on the way can drain the instance, and reads nothing of a user",
+        "let only the routers reach it",
+    )
+
+
+def _picker(picker: PickerConfig, tls: ServerTlsConfig | None) -> WayIn:
+    what = f"router.picker {picker.host}:{picker.port}"
+    whom = "chooses instances, and learns where a user lives"
+    if is_loopback_name(picker.host):
+        return WayIn(what, Openness.LOCAL, f"whoever is on this machine {whom}")
+    if tls is not None and tls.client_ca:
+        return WayIn(what, Openness.CLOSED, "gateways that have a certificate")
+    return WayIn(what, Openness.OPEN, f"whoever reaches it {whom}", "set picker.tls: {certificate, key, client_ca}")
+
+
+def _peers(config: RouterConfig) -> Iterator[WayIn]:
+    for name, address in config.peers.items():
+        host = address.rpartition(":")[0]
+        if is_loopback_name(host):
+            yield WayIn(f"peers.{name} {address}", Openness.LOCAL, "in clear on this machine; names of users")
+        else:
+            yield WayIn(
+                f"peers.{name} {address}",
+                Openness.OPEN,
+                "whoever reaches it reads the names of users, and says where their ranks go",
+                "let only the routers reach it, or leave `peers` out",
             )

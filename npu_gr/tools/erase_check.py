@@ -3,7 +3,7 @@
 store       rows of the user, and the raw bytes of every file of the embedded store; the keys of Redis
 recordings  records under every name that the user may have, in every file, also those being written
 logs        the user id, and its keyed hash
-memory      of instances and routers, over their admin addresses
+memory      of instances, over their admin addresses
 vectors     the raw bytes of the files that matches are served from
 """
 
@@ -86,15 +86,12 @@ async def search_redis(config: HistoryConfig, user: UserKey) -> list[Searched]:
     return [_found("store", "keys of Redis", f"{num_keys} keys" if num_keys else ""), files]
 
 
-async def search_memory(
-    user: UserKey, instances: Iterable[str], routers: Iterable[str], api_key: str | None
-) -> list[Searched]:
+async def search_memory(user: UserKey, instances: Iterable[str], api_key: str | None) -> list[Searched]:
     """Ask processes whether they know the user.
 
     Args:
         user: who was erased.
         instances: base URLs of their admin addresses.
-        routers: the same of routers.
         api_key: with the scope admin; None = none is needed.
     """
     body = {"user_id": user.user, "tenant": user.tenant}
@@ -110,7 +107,7 @@ async def search_memory(
             return Searched(place="memory", what=url, verdict="not searched", note=str(error) or type(error).__name__)
         return _found("memory", url, ", ".join(name for name, is_known in places.items() if is_known))
 
-    urls = [f"{url.rstrip('/')}/debug/user" for url in instances] + [f"{url.rstrip('/')}/user" for url in routers]
+    urls = [f"{url.rstrip('/')}/debug/user" for url in instances]
     async with aiohttp.ClientSession(
         headers=headers,
         timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),

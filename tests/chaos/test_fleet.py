@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.rig import LONG, Scale, each_scale, three_attempts
-from tests.router.chaos import Fleet, Load, Sample, Window, fleet
+from tests.route.chaos import Fleet, Load, Sample, Window, fleet
 
 NAMES = ("a", "b", "c")
 PAIRS_PER_S = 20.0
@@ -21,7 +21,7 @@ QUARTER = 0.25  # of a rank's budget: the most that one instance which stands st
 
 async def back(f: Fleet) -> float:
     """Wait until the router sees all of them up. Returns the instant."""
-    await f.until(lambda rows: sum(row["health"] == "up" for row in rows) == len(NAMES))
+    await f.until(lambda states: sum(state == "UP" for state in states.values()) == len(NAMES))
     return time.monotonic()
 
 
@@ -36,7 +36,7 @@ async def test_signals_are_taken_as_soon_as_all_are_back(scale: Scale, tmp_path:
             for name in NAMES:
                 f.instances[name].signal(signal.SIGKILL)
                 await f.instances[name].ended()
-            await f.until(lambda rows: all(row["health"] == "down" for row in rows))
+            await f.until(lambda states: all(state == "DOWN" for state in states.values()))
             for name in NAMES:
                 f.launch(name)
             back_at = await back(f)

@@ -9,9 +9,10 @@ import pytest
 
 from npu_gr.client import AsyncClient, Behaviours
 from npu_gr.core.settings import from_table
-from npu_gr.router.config import RouterConfig
-from npu_gr.router.run import listening
+from npu_gr.route.config import RouterConfig
+from npu_gr.route.process import routing
 from tests.client.shop import NAMES, shop
+from tests.route.fake import free_port
 
 SEEN = Behaviours([NAMES[1], NAMES[2]], ["view", "cart"], [1_700_000_000, 1_700_000_060])
 
@@ -21,9 +22,10 @@ async def test_every_method_arrives(tmp_path: Path, user: str) -> None:
     async with shop(tmp_path) as (url, _):
         host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
         instances = [{"name": "a", "host": host, "port": int(port)}]
-        table = {"port": 0, "admin_port": 0, "discovery": {"instances": instances}, "drain_grace_s": 0.01}
+        at = free_port()
+        table = {"port": at, "admin_port": free_port(), "discovery": {"instances": instances}, "objective_s": 5.0}
         async with (
-            listening(from_table(table, RouterConfig)) as (_, at, _),
+            routing(lambda: from_table(table, RouterConfig)),
             AsyncClient(f"http://127.0.0.1:{at}", timeout_s=30.0) as client,
         ):
             async with asyncio.timeout(20):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from npu_gr.cli.main import main
-from npu_gr.router.config import load as load_router
+from npu_gr.route.config import load as load_router
 from npu_gr.server.config import ServerConfig
 from tests.sources import ROOT
 
@@ -50,7 +50,7 @@ def test_our_services_run_our_commands_without_rights(name: str) -> None:
 
 def test_a_container_has_the_time_that_draining_takes() -> None:
     server, router = ServerConfig(), load_router(DEPLOY / "router.yaml", [])
-    for name, settings in (("instance", server), ("router-blue", router)):
+    for name, settings in (("instance", server), ("router", router)):
         granted_s = int(SERVICES[name]["stop_grace_period"].rstrip("s"))
         assert granted_s > settings.drain_grace_s + settings.shutdown_timeout_s, name
 
@@ -81,6 +81,6 @@ def test_grafana_finds_our_dashboards() -> None:
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="needs docker-compose (of Debian's package)")
 def test_compose_itself_reads_it() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = ["docker-compose", "--file", str(DEPLOY / "compose.yaml"), "--profile", "green", "config", "--services"]
+    command = ["docker-compose", "--file", str(DEPLOY / "compose.yaml"), "config", "--services"]
     done = subprocess.run(command, env=environment, check=True, timeout=60, capture_output=True, text=True)
     assert set(done.stdout.split()) == set(SERVICES)

@@ -11,8 +11,8 @@ from msgspec.inspect import FloatType, IntType
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.setting_types import options, settings_of, unit_of
 from npu_gr.core.settings import to_table
-from npu_gr.router.config import RouterConfig
-from npu_gr.router.config import load as load_router
+from npu_gr.route.config import RouterConfig
+from npu_gr.route.config import load as load_router
 from npu_gr.service.config import Config, load
 from npu_gr.simulate.config import SimulateConfig
 
@@ -106,9 +106,9 @@ def test_the_environment_is_between_file_and_set(tmp_path: Path, monkeypatch: py
 
 def test_the_routers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_GR_HEALTH__INTERVAL_S", "250ms")
-    monkeypatch.setenv("NPU_GR_PORT", "0")
+    monkeypatch.setenv("NPU_GR_PORT", "1234")
     config = load_router(SHIPPED / "router.yaml")
-    assert (config.health.interval_s, config.port) == (0.25, 0)
+    assert (config.health.interval_s, config.port) == (0.25, 1234)
 
 
 def test_a_public_address_needs_keys_or_a_word(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_every_request_ends_once_and_leaves_nothing_behind() -> None:
         assert instance.tiers.pool.reserved_bytes == 0
         assert instance.tiers.dram is not None
         check_dram(instance.tiers.dram)
-    assert all(member.in_flight == 0 for member in fleet.members.instances.values())
+    assert fleet._in_flight.total() == 0
 
 
 def test_equal_seeds_give_equal_figures() -> None:
@@ -156,7 +156,7 @@ def test_ranks_that_never_come_are_wasted_pre_infers() -> None:
 
 def test_losing_an_instance_moves_its_users_alone() -> None:
     async def homes(instances: int) -> dict[str, str]:
-        ring = Fleet(config(instances=instances), DEVICE).members.ring
+        ring = Fleet(config(instances=instances), DEVICE).ring
         return {user: ring.owner(user.encode()) for user in (f"u{number}" for number in range(2000))}
 
     before, after = clock.run(homes(10)), clock.run(homes(9))

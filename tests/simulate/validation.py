@@ -36,7 +36,7 @@ from npu_gr.core.settings import from_table
 from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions
-from npu_gr.router.members import How
+from npu_gr.route.placement import How
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, Lognormal, SimulateConfig, UsersConfig
 from npu_gr.simulate.fit import MeasuredRank, fit_device, measure, requests_of

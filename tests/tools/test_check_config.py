@@ -12,15 +12,20 @@ import yaml
 
 from npu_gr.core import settings
 from npu_gr.relay.config import beside
-from npu_gr.router.config import RouterConfig
+from npu_gr.route.config import RouterConfig
 from npu_gr.service.config import Config
 from npu_gr.tools.check_config import Opened, OpenedState, examine, is_well, read, shown
 from tests.certificates import Authority
 from tests.decoders import SIZES, hf_model
 from tests.keys import entry, write_keys
+from tests.route.fake import free_port
 from tests.serving import make_config, write_checkpoint
 
-ROUTER = {"discovery": {"instances": [{"name": "a", "host": "h", "port": 1}]}, "port": 0, "admin_port": 0}
+ROUTER = {
+    "discovery": {"instances": [{"name": "a", "host": "h", "port": 1}]},
+    "port": free_port(),
+    "admin_port": free_port(),
+}
 
 
 def examined(folder: Path, **sections: object) -> dict[str, Opened]:
@@ -149,7 +154,7 @@ def test_redis_is_not_called_and_its_password_not_shown(tmp_path: Path, checkpoi
             "otel",
         ),
         ({"server": {"grpc_port": 9000}}, "grpc", "server.grpc_port", "grpc"),
-        (ROUTER | {"picker": {}}, "hpack", "picker", "picker"),
+        (ROUTER | {"picker": {}}, "grpc", "picker", "picker"),
     ],
 )
 def test_an_extra_that_is_not_installed_is_told(

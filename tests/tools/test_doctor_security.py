@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.kinds import Scope
-from npu_gr.router.config import RouterConfig
+from npu_gr.route.config import RouterConfig
 from npu_gr.service.config import Config
 from npu_gr.tools.check_config import table
 from npu_gr.tools.doctor_security import _FILE, LINES, Openness, WayIn, examine, is_closed, ways_in
@@ -148,6 +148,17 @@ def test_a_router(tmp_path: Path) -> None:
     pair = {name: TLS[name] for name in ("certificate", "key")}
     found = router(tmp_path, to="gr-0", host="0.0.0.0", api_keys_file=keys, tls=TLS, instances_tls=pair)
     assert of(found, "instances gr-0")[1:3] == (Openness.CLOSED, "encrypted; the router shows a certificate")
+
+
+def test_a_routers_picker_and_peers(tmp_path: Path) -> None:
+    found = router(tmp_path, picker={}, peers={"r0": "127.0.0.1:1024"}, peer="r0")
+    assert of(found, "router.picker").openness is of(found, "peers.r0").openness is Openness.LOCAL
+    keys = write_keys(tmp_path / "keys", entry("ops", scopes=[Scope.ADMIN]))
+    given = {"api_keys_file": keys, "peers": {"r0": "10.0.0.1:1024"}, "peer": "r0"}
+    found = router(tmp_path, picker={"host": "0.0.0.0"}, **given)
+    assert of(found, "router.picker").openness is of(found, "peers.r0").openness is Openness.OPEN
+    found = router(tmp_path, picker={"host": "0.0.0.0", "tls": TLS}, **given)
+    assert of(found, "router.picker").openness is Openness.CLOSED
 
 
 def test_the_command_fails_where_something_is_open(tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from tests.features.redis_server import redis_path
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events
 from tests.replay.test_recorder import over
-from tests.router.fake import site
 from tests.serving import serving
 
 USER = UserKey("t", "anna")
@@ -193,16 +192,15 @@ def test_redis(tmp_path: Path) -> None:
     assert checked(config)[1]["not searched"] == ["Redis", *unseen]
 
 
-async def test_the_memory_of_instances_and_routers(tmp_path: Path) -> None:
-    async with serving(tmp_path, watched=False) as (client, service), site() as s:
+async def test_the_memory_of_instances(tmp_path: Path) -> None:
+    async with serving(tmp_path, watched=False) as (client, service):
         url = str(client.make_url(""))
         user = UserKey("", "u")
-        assert [one.verdict for one in await search_memory(user, [url], [s.admin], None)] == ["not found"] * 2
-        await s.post("signal")
+        assert [one.verdict for one in await search_memory(user, [url], None)] == ["not found"]
         service.parts.histories.cache.remember(user, "x", KnownHistory(events(3), 0))
-        found = await search_memory(user, [url, "http://127.0.0.1:1"], [s.admin], None)
-        assert [one.verdict for one in found] == ["found", "not searched", "found"]
-        assert (found[0].note, found[2].note) == ("histories", "placements")
+        found = await search_memory(user, [url, "http://127.0.0.1:1"], None)
+        assert [one.verdict for one in found] == ["found", "not searched"]
+        assert found[0].note == "histories"
 
 
 def test_nothing_of_a_history_is_shown(tmp_path: Path) -> None:

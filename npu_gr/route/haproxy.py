@@ -1,0 +1,457 @@
+"""The router is HAProxy: one file for it, made from the router's settings and the list of instances.
+
+How a request is treated follows from `Kind.routing` in `core.kinds`, and what is let through from the rules of routes:
+an allow-list of methods and paths, compared as they came, so that no other spelling of a path reaches an instance.
+
+Everything by user goes through one backend, because a queue, its priorities and `maxconn` belong to one. What may be
+sent a second time differs by kind: `retry-on` is for all, and `disable-l7-retry` leaves a signal and a write only the
+connection that was never made.
+
+An instance's `id` is a hash of its name. HAProxy places users by it, so routers agree without talking, an instance that
+joins takes only its own users, and a stick table's entry means the same before and after a reload.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from npu_gr.core.kinds import KINDS, RANK, Kind, Routing, Scope
+from npu_gr.core.tls import CIPHERS, ClientTlsConfig, ServerTlsConfig
+from npu_gr.route.config import InstanceConfig, RouterConfig
+from npu_gr.server.auth.keys import KeyEntry
+from npu_gr.server.auth.rules import is_loopback_name, rules
+
+CONFIG = "haproxy.cfg"
+# What stands for folders that the process knows: of the sockets, and of this file and those beside it.
+FOLDER, HERE = "{folder}", "{here}"
+STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # of the runtime API, and of `route.fan_out`
+QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for the instance
+PATIENCE = 5  # times its objective until an answer is late, and what may be sent again is sent to another instance
+LEAST_PATIENCE_S = 0.25
+AGENT_MS = 100
+PACED_MS = 50  # a request that finds the queue full is refused after this time, so that who retries at once is paced
+# A parameter of a path: no encoding and no segment of dots, so nothing that two parsers read differently
+_SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
+_OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")  # the router answers for itself
+_BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
+_ANSWERED = "  http-response set-var(txn.answered) bool(true)"  # so it is no answer of HAProxy's own
+_PROBLEMS = {
+    400: "bad request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not found",
+    408: "request timeout",
+    413: "too large",
+    429: "overloaded",
+    500: "internal error",
+    502: "bad gateway",
+    503: "overloaded",
+    504: "deadline exceeded",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """What the file is made from beside the settings."""
+
+    instances: list[InstanceConfig]
+    addresses: dict[str, str]  # by name
+    keys: list[KeyEntry]  # in force
+    peer_port: int  # on loopback, for the stick table's way from the process before a reload
+    has_certificate: bool = False  # `listen.pem` lies beside the file
+    shows_certificate: bool = False  # `call.pem` does
+
+
+def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
+    """Return HAProxy's number of each instance: a hash of its name, or the next free one."""
+    found: dict[str, int] = {}
+    for name in sorted(one.name for one in instances):
+        number = 1 + xxhash.xxh32_intdigest(name.encode()) % (2**31 - 2)
+        while number in found.values():
+            number += 1
+        found[name] = number
+    return found
+
+
+def key_map(keys: Iterable[KeyEntry], scope: Scope | None = None) -> str:
+    """Write the map of keys that a request may have: the hash of each, as HAProxy computes it, and its name."""
+    return "".join(f"{key.sha256.upper()} {key.name}\n" for key in keys if scope is None or scope in key.scopes)
+
+
+def certified(config: RouterConfig, one: InstanceConfig) -> str | None:
+    """Return the name that an instance's certificate must have; None: it is asked in clear."""
+    if config.instances_tls is None:
+        return None
+    dns = config.discovery.dns
+    return config.instances_tls.server_name or (dns.host if dns is not None else one.host)
+
+
+def files(config: RouterConfig, material: Material) -> dict[str, str]:
+    """Make HAProxy's file and the maps that it reads, by name; the process puts certificates beside them."""
+    made = {CONFIG: render(config, material)}
+    if config.api_keys_file:
+        made["keys.map"] = key_map(material.keys)
+        made["observe.map"] = key_map(material.keys, Scope.OBSERVE)
+        made["admin.map"] = key_map(material.keys, Scope.ADMIN)
+    return made
+
+
+def render(config: RouterConfig, material: Material) -> str:
+    """Make HAProxy's file, for version 2.6 and later."""
+    sections = (
+        _process(config, material),
+        _frontend(config, material),
+        _admin(config, material),
+        _users(config, material),
+        _any(config, material),
+        _everywhere(config, material),
+    )
+    return "# written by `npu-gr route`; do not edit: it is written again when something changes\n" + "\n".join(
+        sections
+    )
+
+
+def _process(config: RouterConfig, material: Material) -> str:
+    peers = config.peers or {"npu_gr": f"127.0.0.1:{material.peer_port}"}
+    local = config.peer or "npu_gr"
+    lines = [f"  peer {name} {address}" for name, address in peers.items()]
+    problems = "\n".join(
+        f"  http-error status {status} content-type application/problem+json "
+        f"string '{_problem(title)}' hdr Cache-Control no-store"
+        for status, title in _PROBLEMS.items()
+    )
+    return f"""global
+  nbthread {config.threads}
+  maxconn {config.limits.max_connections}
+  no strict-limits  # fewer files than that are a warning, not a refusal to start
+  tune.bufsize {config.limits.buffer_bytes}  # a body that fits is read whole first, and can be sent again
+  tune.maxrewrite 1024
+  tune.ssl.default-dh-param 2048
+  ssl-default-bind-ciphers {CIPHERS}
+  ssl-default-server-ciphers {CIPHERS}
+  stats socket unix@{FOLDER}/{STATS} mode 600 level admin
+  hard-stop-after {_ms(config.shutdown_timeout_s)}  # of the process before a reload, and at the end
+  localpeer {local}
+  set-var proc.draining bool(false)  # set for the grace after SIGTERM
+  log stdout format raw local0 notice  # instances that go down and come up, not requests
+peers routers  # hand the stick table to the next process at a reload, and to the other routers
+{chr(10).join(lines)}
+defaults
+  mode http
+  log global
+{problems}
+  timeout connect 250ms
+  timeout check {_ms(config.health.timeout_s)}
+  timeout client {_ms(config.max_budget_s)}
+  timeout server {_ms(config.max_budget_s)}
+  timeout queue {_ms(QUEUE_SHARE * config.objective_s)}  # what waits and what is inside must fit the objective
+  timeout tarpit {PACED_MS}ms
+  timeout http-request {_ms(config.header_timeout_s)}
+  timeout http-keep-alive {_ms(config.idle_s)}
+  option dontlognull
+  option http-keep-alive
+  http-reuse always
+  retries 2
+  option redispatch 1  # each second try is at another instance
+"""
+
+
+def _frontend(config: RouterConfig, material: Material) -> str:
+    user = config.user_header
+    priorities = "\n".join(
+        f"  http-request set-priority-class int({int(kind.priority)}) if {{ {_on(kind)} }}"
+        for kind in KINDS.values()
+        if kind.priority
+    )
+    return f"""frontend npu_gr
+  bind {_address(config.host, config.port)} backlog 4096{_bind_tls(config.tls, material.has_certificate)}
+{_ready()}
+{_no_foreign_pages(config.host)}
+{_keys(config, "keys.map")}
+{_allowed()}
+  acl everywhere method DELETE
+  http-request deny deny_status 413 if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
+  # only the router says from where a request comes and where it went
+  http-request del-header X-NpuGr-Instance
+  http-request del-header X-NpuGr-Placement
+  http-request del-header Forwarded
+  http-request del-header X-Forwarded -m beg
+  http-request set-header X-Forwarded-For %[src]
+{_acl("by_user", _paths(*_BY_USER))}
+{_acl("follow", _paths(Routing.FOLLOW))}
+  http-request set-var(txn.follow) bool(true) if follow
+  acl normal req.hdr(x-npugr-service) -m str normal
+  # a slow sender holds no instance; a header that names the user saves reading the body for it
+  http-request wait-for-body time {_ms(config.header_timeout_s)} if METH_POST
+  http-request set-var(txn.user) req.hdr({user}) if {{ req.hdr({user}) -m found }}
+  http-request set-var(txn.user) req.hdr({user}),url_dec if {{ req.hdr({user}),url_dec -m found }}
+  http-request set-var(txn.user) req.body,json_query('$.user_id') if by_user !{{ var(txn.user) -m found }}
+  acl named var(txn.user) -m len gt 0
+  http-request return status 400 content-type application/problem+json string '{_problem(f"{user}: missing")}' \
+if by_user !named !normal
+  # who asks again at once while the queue is full is answered after a moment, and costs an instance nothing
+  http-request tarpit deny_status 429 if by_user !normal {{ queue(users) gt {_most_queued(config, material)} }}
+{priorities}
+{_overloaded("users")}
+  use_backend everywhere if everywhere
+  use_backend users if by_user !normal
+  default_backend any
+"""
+
+
+def _admin(config: RouterConfig, material: Material) -> str:
+    tls = (
+        "" if is_loopback_name(config.admin_host) else _bind_tls(_without_clients(config.tls), material.has_certificate)
+    )
+    changes = " ".join(sorted({path for (_, path), rule in rules().items() if _changes_all(path, rule.is_admin)}))
+    metrics = "http-request use-service prometheus-exporter if { path /metrics } METH_GET"
+    return f"""frontend admin  # metrics, and what changes every instance
+  bind {_address(config.admin_host, config.admin_port)}{tls}
+{_ready()}
+{_no_foreign_pages(config.admin_host)}
+  acl metrics path /metrics
+  acl changes path {changes}
+  http-request return status 404 content-type application/problem+json string '{_problem("not found")}' \
+unless metrics METH_GET or changes METH_POST
+{_keys(config, "observe.map", "metrics")}
+{_keys(config, "admin.map", "changes")}
+  {metrics}
+  default_backend everywhere
+"""
+
+
+def _users(config: RouterConfig, material: Material) -> str:
+    limits, health = config.limits, config.health
+    special = [one for one in material.instances if one.special] or material.instances
+    factor = f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n" if config.relay.load_factor >= 1 else ""
+    late = "\n".join(
+        f"  http-request set-timeout server {_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
+        f"if {{ {_on(kind)} }}"
+        for kind in routed(Routing.FOLLOW, Routing.SIGNAL)
+    )
+    servers = "\n".join(f"  {_server(config, material, one)}{_agent(one)}" for one in special)
+    signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
+    return f"""backend users  # signals, ranks and all else that is one user's
+  balance hash var(txn.user)
+  hash-type consistent
+{factor}  # a rank goes where its signal went, although the owner has changed since
+  stick-table type string len 128 size {config.relay.max_remembered} expire {_ms(config.relay.t_life_s)} peers routers
+  stick store-request var(txn.user) if {signal}
+  stick match var(txn.user) unless {signal}
+  # a signal that an instance has begun is never sent twice, nor is a write: they get another try only where there was
+  # no connection. A rank that got no answer, or one from an instance that starts or drains, goes to another instance.
+  retry-on conn-failure empty-response response-timeout 503
+  http-request disable-l7-retry unless {{ var(txn.follow) -m bool }}
+{late}
+{_check(config, material)}
+  default-server slowstart {_ms(health.return_s)} observe layer7 error-limit {health.failures} on-error mark-down \
+maxconn {limits.instance_inflight} maxqueue {limits.instance_queue}
+{_told()}
+{servers}
+"""
+
+
+def _any(config: RouterConfig, material: Material) -> str:
+    normal = [one for one in material.instances if one.normal] or material.instances
+    servers = "\n".join(f"  {_server(config, material, one)}" for one in normal)
+    return f"""backend any  # what is about nobody or many, and ranks that want no prefix
+  balance leastconn
+  timeout queue 1s
+  retry-on conn-failure empty-response 503
+  http-request disable-l7-retry unless METH_GET or {{ var(txn.follow) -m bool }}
+{_check(config, material)}
+  default-server maxconn {8 * config.limits.instance_inflight}
+{_told()}
+{servers}
+"""
+
+
+def _everywhere(config: RouterConfig, material: Material) -> str:
+    return f"""backend everywhere  # erasures and changes of the catalogue: `npu-gr route` sends them to every instance
+  retries 0
+{_ANSWERED}
+  server fan_out unix@{FOLDER}/{FAN_OUT} maxconn 64
+"""
+
+
+# ---- parts of sections
+
+
+def _ready() -> str:
+    ready = "{ path " + " ".join(path for path in _OWN_ROUTES if path.endswith(("ready", "readyz"))) + " } METH_GET"
+    return f"""  http-request return status 503 content-type application/json string '{{"ready":false}}' if {ready} \
+{{ var(proc.draining) -m bool }}
+  http-request return status 503 content-type application/json string '{{"ready":false}}' if {ready} \
+{{ nbsrv(users) lt 1 }}
+  http-request return status 200 content-type application/json string '{{}}' \
+if {{ path {" ".join(_OWN_ROUTES)} }} METH_GET"""
+
+
+def _no_foreign_pages(host: str) -> str:
+    """Refuse what a page of another site makes a browser send, as `access.browsers` does in an instance."""
+    lines = [
+        "  acl foreign req.hdr(sec-fetch-site) -m found",
+        "  acl own_site req.hdr(sec-fetch-site) -m str -i same-origin none",
+        "  http-request deny deny_status 403 if foreign !own_site",
+        "  http-request set-var(txn.host) req.hdr(host),lower",
+        '  http-request set-var(txn.origin) req.hdr(origin),lower,regsub("^https?://","")',
+        "  acl has_origin req.hdr(origin) -m found",
+        "  acl own_origin var(txn.origin),strcmp(txn.host) eq 0",
+        "  http-request deny deny_status 403 if has_origin !own_origin",
+    ]
+    if is_loopback_name(host):  # no other name may mean this machine: DNS rebinding
+        lines += [
+            r"  acl loopback var(txn.host) -m reg ^(localhost|localhost\.localdomain|ip6-localhost|"
+            r"127\.[0-9.]+|\[::1\])(:[0-9]+)?$",
+            "  http-request deny deny_status 403 unless loopback",
+        ]
+    return "\n".join(lines)
+
+
+def _keys(config: RouterConfig, name: str, condition: str = "") -> str:
+    """Refuse a request without a key before its body; what the key may do is the instance's to say."""
+    if not config.api_keys_file:
+        return "  # no keys: allow_unauthenticated, or loopback"
+    known = f"{{ var(txn.key),map_str({HERE}/{name}) -m found }}"
+    return f"""  http-request set-var(txn.key) req.hdr(authorization),regsub("^[Bb]earer +",""),sha2(256),hex
+  http-request return status 401 content-type application/problem+json string '{_problem("unauthorized")}' \
+hdr WWW-Authenticate Bearer if {condition + " " if condition else ""}!{known}"""
+
+
+def _allowed() -> str:
+    """Let through what an instance serves to callers, by method and path, and nothing else."""
+    lines = []
+    names = []
+    by_method: dict[str, list[str]] = {}
+    for (method, path), rule in rules().items():
+        if rule.is_public and rule.scope is not None:
+            by_method.setdefault(method, []).append(path)
+    for method, paths in by_method.items():
+        names.append(f"is_{method} on_{method}")
+        lines.append(f"  acl is_{method} method {'GET HEAD' if method == 'GET' else method}")
+        lines.append(_acl(f"on_{method}", paths))
+    refusal = f"content-type application/problem+json string '{_problem('not found')}'"
+    lines.append(f"  http-request return status 404 {refusal} unless {' or '.join(names)}")
+    return "\n".join(lines)
+
+
+def _told() -> str:
+    """Say which instance answered."""
+    return f"""{_ANSWERED}
+  http-response set-header X-NpuGr-Instance %[srv_name]
+  http-response del-header X-NpuGr-Placement"""
+
+
+def _overloaded(backend: str) -> str:
+    """A request that waited too long is refused for load, which is no error of the service: 429, and when to retry."""
+    own = "!{ var(txn.answered) -m bool }"
+    return f"""  http-after-response set-status 429 reason "Too Many Requests" \
+if {{ status 503 }} {own} {{ nbsrv({backend}) gt 0 }}
+  http-after-response set-header Retry-After 1 if {{ status 429 503 }} {own}
+  http-after-response set-header Retry-After-Ms %[rand(75),add(20)] if {{ status 429 }} {own}"""
+
+
+def _check(config: RouterConfig, material: Material) -> str:
+    health = config.health
+    tls = _server_tls(config.instances_tls, material.shows_certificate)
+    every = f"inter {_ms(health.interval_s)} fall {health.fall} rise {health.rise}"
+    return f"""  option httpchk
+  http-check send meth GET uri /readyz ver HTTP/1.1 hdr Host router
+  http-check expect status 200
+  default-server check {every}{tls}"""
+
+
+def _server(config: RouterConfig, material: Material, one: InstanceConfig) -> str:
+    at = _address(material.addresses[one.name], one.port)
+    number = ids(material.instances)[one.name]
+    name = certified(config, one)  # whose certificate it must show
+    tls = f" verifyhost {name} sni str({name}) check-sni {name}" if name else ""
+    return f"server {one.name} {at} id {number} weight {round(100 * one.weight)}{tls}"
+
+
+def _agent(one: InstanceConfig) -> str:
+    """The instance tells how many requests fit at its pace, and that it drains: ten times a second."""
+    return f" agent-check agent-port {one.agent_port} agent-inter {AGENT_MS}ms" if one.agent_port else ""
+
+
+def _bind_tls(tls: ServerTlsConfig | None, has_certificate: bool) -> str:
+    if tls is None or not has_certificate:
+        return ""
+    least = "1.3" if tls.client_ca else tls.min_version
+    clients = f" ca-file {tls.client_ca} verify required" if tls.client_ca else ""
+    return f" ssl crt {HERE}/listen.pem alpn h2,http/1.1 ssl-min-ver TLSv{least}{clients}"
+
+
+def _without_clients(tls: ServerTlsConfig | None) -> ServerTlsConfig | None:
+    """As the admin address has it: it knows its callers by their keys."""
+    return tls and ServerTlsConfig(certificate=tls.certificate, key=tls.key, min_version=tls.min_version)
+
+
+def _server_tls(tls: ClientTlsConfig | None, shows_certificate: bool) -> str:
+    if tls is None:
+        return ""
+    shown = f" crt {HERE}/call.pem" if shows_certificate else ""
+    return f" ssl verify required ca-file {tls.ca or '@system-ca'}{shown}"
+
+
+def routed(*routings: Routing) -> list[Kind[Any, Any]]:
+    """List the kinds that are routed like this."""
+    return [kind for kind in KINDS.values() if kind.routing in routings]
+
+
+def let_through(method: str) -> list[str]:
+    """Return regular expressions of the paths that are let through with a method."""
+    return [_pattern(path) for (on, path), rule in rules().items() if on == method and rule.is_public and rule.scope]
+
+
+def _paths(*routings: Routing) -> list[str]:
+    return [path for kind in routed(*routings) for path in kind.paths]
+
+
+def _acl(name: str, paths: Iterable[str]) -> str:
+    """Write an access list: paths, and regular expressions of those with parameters."""
+    plain = [path for path in paths if "{" not in path]
+    patterns = [_pattern(path) for path in paths if "{" in path]
+    lines = [f"  acl {name} path {' '.join(plain)}"] if plain else []
+    return "\n".join(lines + ([f"  acl {name} path_reg {' '.join(patterns)}"] if patterns else []))
+
+
+def _pattern(path: str) -> str:
+    if path.endswith("{user_id}"):  # the rest of the path, as it came: the instance reads it
+        return "^" + path.removesuffix("{user_id}") + "[^/?]+$"
+    return "^" + re.sub("{[^}]*}", _SEGMENT, path) + "$"
+
+
+def _on(kind: Kind[Any, Any]) -> str:
+    plain = [path for path in kind.paths if "{" not in path]
+    return f"path {' '.join(plain)}"
+
+
+def _changes_all(path: str, is_admin: bool) -> bool:
+    return is_admin and path.startswith("/v1/")
+
+
+def _objective_s(kind: Kind[Any, Any], config: RouterConfig) -> float:
+    """The objective of a kind, as its ratio to a rank's is by default."""
+    return config.objective_s * kind.objective_s / RANK.objective_s
+
+
+def _most_queued(config: RouterConfig, material: Material) -> int:
+    return config.limits.instance_queue * max(1, sum(one.special for one in material.instances))
+
+
+def _problem(title: str) -> str:
+    return f'{{"type":"about:blank","title":"{title}"}}'
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{max(1, round(1e3 * seconds))}ms"

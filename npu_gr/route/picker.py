@@ -1,0 +1,439 @@
+"""The endpoint picker of a Kubernetes gateway, on grpcio: Envoy's external processing asks it for each request.
+
+One stream of gRPC is one request. Its headers name the user, or its body does, where the gateway lets the choice wait
+for it; then the answer names the instance, and for what may be sent again a second one. The stream's end is the end of
+the request, which is how the picker knows the load. The queue in front of an instance is the gateway's.
+
+Source: the Gateway API inference extension's endpoint picker protocol (proposal 004): the chosen endpoint stands in a
+header and in dynamic metadata, both with the same value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+import aiohttp
+import grpc
+import msgspec
+
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.kinds import KINDS, Routing
+from npu_gr.core.tasks import running
+from npu_gr.core.tls import ServerTlsConfig
+from npu_gr.route import external_processor_pb2 as pb
+from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig
+from npu_gr.route.fan_out import Way
+from npu_gr.route.placement import Member, Place, Ring, Signals, bound, place
+
+log = logging.getLogger(__name__)
+
+DESTINATION = "x-gateway-destination-endpoint"  # "ip:port", or several in the order in which they are to be tried
+SERVED = "x-gateway-destination-endpoint-served"
+SUBSET = "x-gateway-destination-endpoint-subset"
+DESTINATION_SPACE = "envoy.lb"  # of the metadata of `DESTINATION` and `SERVED`
+SUBSET_SPACE = "envoy.lb.subset_hint"
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+CHUNK_BYTES = 62_000  # of a body that is passed on: what gateways take at once
+MOST_MESSAGE_BYTES = 1 << 20  # from a gateway; a body comes in many
+MOST_BODY_BYTES = 4 << 20  # of a request whose body names its user
+MOST_STREAMS = 1_000  # of one connection
+MOST_REQUESTS = 10_000  # at once, of all connections
+_HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)  # modes in which the choice may wait for the whole body
+_BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
+_ROUTES = [
+    (kind.method, re.compile(re.sub("{[^}]*}", "[^/?]+", path)), kind.routing)
+    for kind in KINDS.values()
+    for path in kind.paths
+]
+
+
+class UserInBody(msgspec.Struct, frozen=True):
+    """The part of a body that says whose it is; the instance checks the rest."""
+
+    user_id: str | int
+
+
+class Refused(Exception):
+    """A request that the picker answers itself."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+        self.why = why
+
+
+class EndpointTable:
+    """The instances as the picker knows them: the ring, who is ready, at which address, how many requests each has."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.user_header = config.user_header
+        self.signals = Signals(config.relay.t_life_s, config.relay.max_remembered)
+        self.in_flight = Counter[str]()
+        self._factor = config.relay.load_factor
+        self._timeout_s = config.health.timeout_s
+        self._instances: dict[str, InstanceConfig] = {}
+        self._ring = Ring(())
+        self.endpoints: dict[str, str] = {}  # name -> ip:port
+        self.ready: set[str] = set()
+        self._failures = Counter[str]()
+        self._fall = config.health.fall
+
+    async def look(self, way: Way, listed: list[InstanceConfig], addresses: Mapping[str, str]) -> None:
+        """Take over the list of instances, and ask each whether it is ready."""
+        ports = {one.name: one.port for one in listed}
+        self.endpoints = {name: _endpoint(at, ports[name]) for name, at in addresses.items() if name in ports}
+        if listed != list(self._instances.values()):
+            self._instances = {one.name: one for one in listed}
+            self._ring = Ring(Member(one.name, one.weight) for one in listed if one.special)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+
+            async def ask(one: InstanceConfig) -> tuple[str, bool]:
+                with suppress(aiohttp.ClientError, OSError):
+                    async with http.get(**way.options(one, "/readyz")) as answer:
+                        return one.name, answer.status == 200
+                return one.name, False
+
+            for name, is_ready in await asyncio.gather(*map(ask, listed)):
+                self._failures[name] = 0 if is_ready else self._failures[name] + 1
+        self.ready = {
+            one.name for one in listed if self._failures[one.name] < self._fall and one.name in self.endpoints
+        }
+
+    def choose(self, routing: Routing | None, user: bytes, subset: set[str] | None) -> list[str]:
+        """Choose the instance for a request, and for what may be sent again a second one.
+
+        Args:
+            routing: of its kind; None = any instance answers it.
+            user: whose it is; empty = nobody's.
+            subset: endpoints from which the gateway lets the picker choose; None = all.
+
+        Returns:
+            Names. Empty: there is no instance.
+        """
+        # A gateway that names its pods knows better than the picker which of them are ready.
+        allowed = {name for name, at in self.endpoints.items() if subset is None or at in subset}
+        able = (allowed & self.ready) or allowed
+        if routing not in _BY_USER or not user:
+            two = random.sample(sorted(able), min(2, len(able)))
+            return sorted(two, key=self.in_flight.__getitem__)[: 1 + (routing is Routing.FOLLOW)]
+        now_at = time.monotonic()
+        if routing is Routing.SIGNAL:
+            chosen = place(self._ring, user, able.__contains__, has_room=self._has_room if self._factor else None)
+            if chosen is not None:
+                self.signals.remember(user, chosen.name, now_at)
+            return _names(chosen)
+        chosen = place(self._ring, user, able.__contains__, self.signals.find(user, now_at))
+        if chosen is None or routing is not Routing.FOLLOW:
+            return _names(chosen)
+        return [chosen.name, *_names(place(self._ring, user, (able - {chosen.name}).__contains__))]
+
+    def _has_room(self, name: str) -> bool:
+        weights = {one.name: one.weight for one in self._instances.values() if one.name in self.ready}
+        total = sum(self.in_flight[one] for one in weights)
+        most = bound(total, weights.get(name, 0.0), sum(weights.values()) or 1.0, self._factor)
+        return self.in_flight[name] < most
+
+
+def _endpoint(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _names(chosen: Place | None) -> list[str]:
+    return [] if chosen is None else [chosen.name]
+
+
+class Pick:
+    """One request of a gateway."""
+
+    def __init__(self, fleet: EndpointTable) -> None:
+        self._fleet = fleet
+        self._routing: Routing | None = None
+        self._mode: pb.BodySendMode = pb.NONE  # in which the gateway sends the request's body
+        self._answer_mode: pb.BodySendMode = pb.NONE
+        self._subset: set[str] | None = None
+        self._user = b""
+        self._body: list[bytes] | None = None  # while the choice waits for it
+        self._chosen: list[str] = []  # names; the first counts the request as in flight
+
+    def end(self) -> None:
+        """The request is over."""
+        if self._chosen:
+            self._fleet.in_flight[self._chosen[0]] -= 1
+
+    def answer(self, request: pb.ProcessingRequest) -> Iterable[pb.ProcessingResponse]:
+        """Answer a message of the gateway.
+
+        Raises:
+            Refused: the request itself is answered.
+        """
+        kind = request.WhichOneof("request")
+        if kind == "request_headers":
+            return self._on_headers(request)
+        if kind == "request_body":
+            return self._on_body(request.request_body)
+        if kind == "request_trailers":
+            return [*self._on_end(()), pb.ProcessingResponse(request_trailers=pb.TrailersResponse())]
+        if kind == "response_headers":
+            return [self._on_answer(request)]
+        if kind == "response_body":
+            if self._answer_mode == pb.FULL_DUPLEX_STREAMED:
+                return _streamed(request.response_body.body, request.response_body.end_of_stream, is_answer=True)
+            return [pb.ProcessingResponse(response_body=pb.BodyResponse())]
+        if kind == "response_trailers":
+            return [pb.ProcessingResponse(response_trailers=pb.TrailersResponse())]
+        return []
+
+    def _on_headers(self, request: pb.ProcessingRequest) -> Iterable[pb.ProcessingResponse]:
+        config = pb.ProtocolConfiguration.FromString(request.protocol_config)
+        self._mode, self._answer_mode = config.request_body_mode, config.response_body_mode
+        self._subset = _subset(request.metadata_context)
+        given = _headers_of(request.request_headers.headers)
+        path = given.get(":path", b"").decode("latin-1").partition("?")[0]
+        method = given.get(":method", b"").decode("latin-1")
+        self._routing = next((how for on, at, how in _ROUTES if on == method and at.fullmatch(path)), None)
+        if self._routing is Routing.EVERYWHERE:
+            raise Refused(501, "send this to the router's own address, which passes it to every instance")
+        self._user = unquote_to_bytes(given.get(self._fleet.user_header, b""))
+        wants_body = self._routing in _BY_USER and not self._user and given.get("x-npugr-service") != b"normal"
+        if wants_body and self._mode in _HOLDS_BODY and not request.request_headers.end_of_stream:
+            self._body = []
+            return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())] if self._mode == pb.BUFFERED else []
+        return [self._pick(is_in_body=False)]
+
+    def _on_body(self, body: pb.HttpBody) -> Iterable[pb.ProcessingResponse]:
+        if self._body is None:
+            if self._mode == pb.FULL_DUPLEX_STREAMED:
+                return _streamed(body.body, body.end_of_stream, is_answer=False)
+            return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
+        self._body.append(body.body)
+        if sum(map(len, self._body)) > MOST_BODY_BYTES:
+            raise Refused(413, f"a body of over {MOST_BODY_BYTES} bytes must name its user in a header")
+        if self._mode == pb.BUFFERED:
+            self._name()
+            return [self._pick(is_in_body=True)]
+        if not body.end_of_stream:
+            return []
+        pieces = list(self._body)
+        return self._on_end(_streamed(b"".join(pieces), is_last=True, is_answer=False))
+
+    def _on_end(self, passed_on: Iterable[pb.ProcessingResponse]) -> Iterable[pb.ProcessingResponse]:
+        """The whole body is here."""
+        if self._body is None:
+            return passed_on
+        rest = passed_on or _streamed(b"".join(self._body), is_last=False, is_answer=False)
+        self._name()
+        return [self._pick(is_in_body=False), *rest]
+
+    def _name(self) -> None:
+        """Read from the whole body whose request it is."""
+        assert self._body is not None
+        try:
+            named = msgspec.json.decode(b"".join(self._body), type=UserInBody)
+        except msgspec.MsgspecError as error:
+            raise Refused(400, f"{self._fleet.user_header}: missing, and the body names no user: {error}") from error
+        self._body = None
+        self._user = str(named.user_id).encode()
+
+    def _pick(self, *, is_in_body: bool) -> pb.ProcessingResponse:
+        """Choose, and tell the gateway."""
+        self._chosen = self._fleet.choose(self._routing, self._user, self._subset)
+        if not self._chosen:
+            raise Refused(503, "no instance is ready")
+        self._fleet.in_flight[self._chosen[0]] += 1
+        value = ",".join(self._fleet.endpoints[name] for name in self._chosen)
+        common = pb.CommonResponse(header_mutation=_set({DESTINATION: value}), clear_route_cache=True)
+        response = pb.ProcessingResponse()
+        if is_in_body:
+            response.request_body.response.CopyFrom(common)
+        else:
+            response.request_headers.response.CopyFrom(common)
+        response.dynamic_metadata.update({DESTINATION_SPACE: {DESTINATION: value}})
+        if self._mode == pb.BUFFERED and not is_in_body:
+            response.mode_override.SetInParent()  # a mode of 0 is NONE: nobody here needs the body
+        return response
+
+    def _on_answer(self, request: pb.ProcessingRequest) -> pb.ProcessingResponse:
+        """Say which instance answered; a signal that the second one took is followed there."""
+        response = pb.ProcessingResponse()
+        if not self._chosen:  # an answer that the gateway gave itself
+            response.response_headers.SetInParent()
+            return response
+        endpoint = _entry(request.metadata_context, DESTINATION_SPACE, SERVED)
+        at = endpoint.string_value if endpoint is not None else ""
+        name = next((one for one, other in self._fleet.endpoints.items() if other == at), self._chosen[0])
+        if self._routing is Routing.SIGNAL and self._user and name != self._chosen[0]:
+            self._fleet.signals.remember(self._user, name, time.monotonic())
+        response.response_headers.response.header_mutation.CopyFrom(_set({"X-NpuGr-Instance": name}))
+        return response
+
+
+def _headers_of(headers: pb.HeaderMap) -> dict[str, bytes]:
+    """Read the headers; of those of one name the first."""
+    found: dict[str, bytes] = {}
+    for one in map(pb.HeaderValue.FromString, headers.headers):
+        found.setdefault(one.key, one.raw_value or one.value.encode())
+    return found
+
+
+def _set(given: Mapping[str, str]) -> pb.HeaderMutation:
+    """Write headers that replace those of the same name."""
+    action = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+    return pb.HeaderMutation(
+        set_headers=[
+            pb.HeaderValueOption(header=pb.HeaderValue(key=name, raw_value=value.encode()), append_action=action)
+            for name, value in given.items()
+        ]
+    )
+
+
+def _streamed(chunk: bytes, is_last: bool, *, is_answer: bool) -> list[pb.ProcessingResponse]:
+    """Pass on a piece of a body in full duplex, in as many messages as it takes."""
+    made = []
+    for start in range(0, max(1, len(chunk)), CHUNK_BYTES):
+        is_end = is_last and start + CHUNK_BYTES >= len(chunk)
+        piece = pb.StreamedBodyResponse(body=chunk[start : start + CHUNK_BYTES], end_of_stream=is_end)
+        body = pb.BodyResponse(response=pb.CommonResponse(body_mutation=pb.BodyMutation(streamed_response=piece)))
+        made.append(
+            pb.ProcessingResponse(response_body=body) if is_answer else pb.ProcessingResponse(request_body=body)
+        )
+    return made
+
+
+def _subset(metadata: bytes) -> set[str] | None:
+    value = _entry(metadata, SUBSET_SPACE, SUBSET)
+    if value is None:
+        return None
+    if value.WhichOneof("kind") == "list_value":
+        return {one.string_value for one in value.list_value.values}
+    return {part.strip() for part in value.string_value.split(",")} - {""}
+
+
+def _entry(metadata: bytes, space: str, name: str) -> Any:
+    spaces = pb.Metadata.FromString(metadata).filter_metadata
+    return spaces[space].fields.get(name) if space in spaces else None  # looking it up would add it
+
+
+class Services:
+    """The two gRPC services of the picker: external processing, and gRPC's health checks."""
+
+    def __init__(self, fleet: EndpointTable) -> None:
+        self._fleet = fleet
+
+    async def process(self, requests: AsyncIterator[pb.ProcessingRequest], context: Any) -> None:
+        """Answer the messages of one request."""
+        pick = Pick(self._fleet)
+        try:
+            async for request in requests:
+                for response in pick.answer(request):
+                    await context.write(response)
+        except Refused as refused:
+            body = msgspec.json.encode({"type": "about:blank", "title": refused.why, "status": refused.status})
+            answer = pb.ImmediateResponse(
+                status=pb.HttpStatus(code=refused.status),
+                headers=_set({"Content-Type": "application/problem+json"}),
+                body=body,
+                details="picker",
+            )
+            await context.write(pb.ProcessingResponse(immediate_response=answer))
+        finally:
+            pick.end()
+
+    async def check(self, request: pb.HealthCheckRequest, _context: object) -> pb.HealthCheckResponse:
+        """Say whether the picker lives, or an instance is ready."""
+        serves = request.service in ("", "liveness") or bool(self._fleet.ready)
+        status = pb.HealthCheckResponse.SERVING if serves else pb.HealthCheckResponse.NOT_SERVING
+        return pb.HealthCheckResponse(status=status)
+
+    def handlers(self) -> list[Any]:
+        """Return what a server of grpcio takes."""
+        process = grpc.stream_stream_rpc_method_handler(
+            self.process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
+        )
+        check = grpc.unary_unary_rpc_method_handler(
+            self.check, pb.HealthCheckRequest.FromString, pb.HealthCheckResponse.SerializeToString
+        )
+        return [
+            grpc.method_handlers_generic_handler(SERVICE, {"Process": process}),
+            grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check}),
+        ]
+
+
+@asynccontextmanager
+async def picking(config: RouterConfig, look: Any) -> AsyncIterator[int]:
+    """Serve gateways while the block runs.
+
+    Args:
+        config: of the router, with a section `picker`.
+        look: returns the way to the instances, their list, and their addresses, now.
+
+    Yields:
+        The port.
+
+    Raises:
+        ConfigError: the address is in use, or its certificate cannot be used.
+    """
+    assert config.picker is not None
+    fleet = EndpointTable(config)
+    await fleet.look(*look())
+    options = [
+        ("grpc.max_receive_message_length", MOST_MESSAGE_BYTES),
+        ("grpc.max_concurrent_streams", MOST_STREAMS),
+        ("grpc.http2.max_ping_strikes", 2),
+    ]
+    server = grpc.aio.server(
+        handlers=Services(fleet).handlers(), options=options, maximum_concurrent_rpcs=MOST_REQUESTS
+    )
+    port = _listen(server, config.picker, config.picker.tls or config.tls)
+    await server.start()
+
+    async def keep_looking() -> None:
+        while True:
+            await asyncio.sleep(config.health.interval_s)
+            await fleet.look(*look())
+
+    try:
+        async with running(keep_looking()):
+            yield port
+    finally:
+        await server.stop(config.shutdown_timeout_s)
+
+
+def _listen(server: Any, config: PickerConfig, tls: ServerTlsConfig | None) -> int:
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{config.port}"
+    try:
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, _credentials(tls)))
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"picker: {address}: {error}") from error
+
+
+def _credentials(tls: ServerTlsConfig) -> Any:
+    """Make credentials that follow their files: grpcio asks for them at each connection."""
+
+    def read() -> Any:
+        ca = Path(tls.client_ca).read_bytes() if tls.client_ca else None
+        return grpc.ssl_server_certificate_configuration(
+            [(Path(tls.key).read_bytes(), Path(tls.certificate).read_bytes())], ca
+        )
+
+    def follow() -> Any:
+        try:
+            return read()
+        except OSError as error:
+            log.error("picker.tls: the old certificate stays in force: %s", error)
+            return None
+
+    return grpc.dynamic_ssl_server_credentials(read(), follow, require_client_authentication=tls.client_ca is not None)

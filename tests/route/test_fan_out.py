@@ -1,0 +1,111 @@
+"""`npu-gr fleet`: what is for every instance reaches every one, or the command says which it did not reach."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from aiohttp import web
+
+from npu_gr.core.errors import Unavailable
+from npu_gr.route import fan_out
+from npu_gr.route.fan_out import Answered, Change, verdict
+from tests.route.fake import Fake, table_of
+
+DELETE = Change("DELETE", "/v1/users/u", {})
+RELOAD = Change("POST", "/v1/catalog/reload", {})
+
+
+async def ran(folder: Path, fakes: list[Fake], *arguments: str) -> tuple[int, str]:
+    path = folder / "router.yaml"
+    path.write_text(yaml.safe_dump(table_of(fakes)))
+    command = ("-m", "npu_gr", "fleet", *arguments, "--config", str(path), "--api-key", "k" * 32)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    return process.returncode or 0, output.decode()
+
+
+async def test_a_command_reaches_every_instance(tmp_path: Path) -> None:
+    fakes = [Fake("i0"), Fake("i1")]
+    for fake in fakes:
+        await fake.start()
+    (tmp_path / "items.json").write_bytes(b'{"items": []}')
+    try:
+        for arguments, method, path, body in (
+            (("erase", "a/b.c", "--tenant", "t 1"), "DELETE", "/v1/users/a%2Fb%2Ec?tenant=t+1", b""),
+            (("items", str(tmp_path / "items.json")), "POST", "/v1/catalog/items", b'{"items": []}'),
+            (("reload", "models"), "POST", "/v1/models/reload", b""),
+            (("rollback", "match"), "POST", "/v1/match/rollback", b""),
+        ):
+            code, output = await ran(tmp_path, fakes, *arguments)
+            assert code == 0, output
+            for fake in fakes:
+                seen = fake.seen[-1]
+                assert (seen.method, seen.raw_path, fake.bodies[-1]) == (method, path, body)
+                assert seen.headers["Authorization"] == f"Bearer {'k' * 32}"
+    finally:
+        for fake in fakes:
+            await fake.stop()
+
+
+async def test_who_has_not_done_it_is_named_after_some_tries(tmp_path: Path) -> None:
+    fakes = [Fake("i0"), Fake("i1"), Fake("i2")]
+    for fake in fakes[:2]:
+        await fake.start()
+    fakes[1].status = 500
+    try:
+        code, output = await ran(tmp_path, fakes, "reload", "catalog")
+        assert code == 1
+        assert "not done at i1, i2; ask again" in output
+        assert [fake.asked("/v1/catalog/reload") for fake in fakes] == [1, fan_out.TRIES, 0]
+    finally:
+        for fake in fakes:
+            await fake.stop()
+
+
+@pytest.mark.parametrize(
+    ("change", "answers", "status", "body"),
+    [
+        (DELETE, {"a": (204, ""), "b": (204, "")}, 204, None),
+        (DELETE, {"a": (204, ""), "b": (202, "")}, 202, b'{"erased":["a","b"],"pending":["b"],"unreachable":[]}'),
+        (
+            DELETE,
+            {"a": (204, ""), "b": (0, fan_out.UNREACHABLE)},
+            200,
+            b'{"erased":["a"],"pending":[],"unreachable":["b"]}',
+        ),
+        (RELOAD, {"a": (200, '{"version":1}'), "b": (200, "no JSON")}, 200, b'{"a":{"version":1},"b":"no JSON"}'),
+        (DELETE, {"a": (403, ""), "b": (403, "")}, 403, None),
+    ],
+)
+def test_the_verdict(change: Change, answers: dict[str, tuple[int, str]], status: int, body: bytes | None) -> None:
+    response = verdict(change, {name: Answered(*one) for name, one in answers.items()})
+    assert isinstance(response, web.Response)
+    assert response.status == status
+    if body is not None:
+        assert response.body == body
+
+
+@pytest.mark.parametrize(
+    ("change", "answers", "named"),
+    [
+        (DELETE, {"a": (204, ""), "b": (500, "")}, r"b \(500\)"),
+        (DELETE, {"a": (204, ""), "b": (0, "no answer in time")}, r"b \(no answer in time\)"),
+        (DELETE, {"a": (0, fan_out.UNREACHABLE)}, r"a \(unreachable\)"),
+        (DELETE, {"a": (204, ""), "b": (403, "")}, r"b \(403\)"),
+        (
+            RELOAD,
+            {"a": (200, ""), "b": (0, fan_out.UNREACHABLE)},
+            r"b \(unreachable\)",
+        ),
+        (DELETE, {}, "any instance"),
+    ],
+)
+def test_not_done(change: Change, answers: dict[str, tuple[int, str]], named: str) -> None:
+    with pytest.raises(Unavailable, match=f"not done at {named}"):
+        verdict(change, {name: Answered(*one) for name, one in answers.items()})

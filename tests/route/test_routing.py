@@ -1,0 +1,315 @@
+"""What HAProxy does with requests by the file that the router writes: the real one, in front of fake instances."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+from yarl import URL
+
+from npu_gr.core.errors import ConfigError
+from npu_gr.core.kinds import Scope
+from npu_gr.route import haproxy
+from npu_gr.route.process import TEACHES_S
+from npu_gr.server.auth.keys import hash_of
+from tests.route.fake import Fake, row, site, until
+
+KEY, OTHER_KEY = "k" * 32, "o" * 32
+
+
+async def test_a_user_stays_with_an_instance_and_all_get_users() -> None:
+    async with site(3) as s:
+        homes = {f"u{i}": (await s.home(f"u{i}")).name for i in range(40)}
+        assert set(homes.values()) == {"i0", "i1", "i2"}
+        for user, home in homes.items():
+            status, body, headers = await s.post("rank", user)
+            assert (status, body["instance"], body["hit"]) == (200, home, True)
+            assert headers["X-NpuGr-Instance"] == home
+            assert "X-NpuGr-Placement" not in headers
+
+
+async def test_a_body_names_the_user_where_no_header_does() -> None:
+    async with site(3) as s:
+        for user in ("u1", "u2", "a b/c"):
+            home = await s.home(user)
+            async with s.http.post(f"{s.url}/v1/rank", json={"x": [{"user_id": "no"}], "user_id": user}) as answer:
+                assert (await answer.json())["instance"] == home.name
+        async with s.http.post(f"{s.url}/v1/rank", data=b"{}") as answer:
+            assert answer.status == 400
+        async with s.http.post(f"{s.url}/v1/rank", data=b"{}", headers={"X-NpuGr-Service": "normal"}) as answer:
+            assert answer.status == 200  # without a prefix, by load
+
+
+async def test_a_quoted_name_in_the_header_is_the_name_in_the_body() -> None:
+    async with site(3) as s:
+        home = await s.home("a%20b")
+        async with s.http.post(f"{s.url}/v1/rank", json={"user_id": "a b"}) as answer:
+            assert (await answer.json())["instance"] == home.name
+
+
+async def test_a_rank_follows_its_signal_when_an_instance_joins() -> None:
+    """L1. Without the stick table, or without its hand-over at a reload, the rank goes to the new owner."""
+    async with site(2, relay={"t_life_s": 60.0}) as s:
+        await asyncio.sleep(TEACHES_S)
+        before = {f"u{i}": (await s.home(f"u{i}")).name for i in range(40)}
+        new = Fake("i9")
+        await new.start()
+        try:
+            s.fakes.append(new)
+            s.table["discovery"]["instances"] = s.rows()
+            await s.route.look()
+            await s.until_up(new)
+            for user, home in before.items():
+                status, body, _ = await s.post("rank", user)
+                assert (status, body["instance"], body["hit"]) == (200, home, True)
+            after = {user: (await s.home(user)).name for user in before}
+            assert {after[user] for user in before if after[user] != before[user]} == {"i9"}
+            for user, home in after.items():  # and the newest signal counts
+                assert (await s.post("rank", user))[1]["instance"] == home
+        finally:
+            await new.stop()
+
+
+async def test_a_signal_that_an_instance_has_begun_is_never_sent_twice() -> None:
+    """L2. It breaks off, is silent or says 503: each time one instance has seen the signal, once."""
+    async with site(3, health={"failures": 1000}) as s:
+        for path in ("signal", "events"):
+            for name, value in (("cuts", True), ("status", 503), ("status", 500)):
+                for fake in s.fakes:
+                    fake.seen.clear()
+                    setattr(fake, name, value)
+                with suppress(aiohttp.ServerDisconnectedError):  # what HAProxy makes of a connection it has kept
+                    assert (await s.post(path))[0] >= 500
+                assert sum(fake.asked(f"/v1/{path}") for fake in s.fakes) == 1
+                for fake in s.fakes:
+                    fake.cuts, fake.status = False, 200
+
+
+async def test_a_rank_that_an_instance_fails_is_answered_by_another() -> None:
+    """L3. For what breaks off, for 503, for silence and where nobody listens; a refusal for load is passed on."""
+    async with site(3, objective_s=0.05, health={"failures": 1000}) as s:
+        home = await s.home("u")
+        for name, value in (("cuts", True), ("status", 503), ("delay_s", 3.0)):
+            setattr(home, name, value)
+            status, body, _ = await s.post("rank")
+            assert (status, body["instance"] != home.name) == (200, True)
+            home.cuts, home.status, home.delay_s = False, 200, 0.0
+        home.status = 429
+        assert (await s.post("rank"))[0] == 429
+        home.status = 200
+        await home.stop()
+        assert (await s.post("rank"))[0] == 200
+        assert (await s.post("signal"))[0] == 202  # there was no connection, so nobody had begun it
+
+
+async def test_the_queue_is_short_and_its_end_is_429_with_a_time_to_retry() -> None:
+    """L4. Never 503, and an instance never has more inside than it said."""
+    async with site(1, has_agent=True, objective_s=0.1) as s:
+        (only,) = s.fakes
+        only.agent, only.delay_s = "up maxconn:2", 0.3
+
+        async def is_two() -> bool:
+            return "2" in (await s.proxy.command("show servers conn users")).split() or only.agent_port > 0
+
+        await until(is_two)
+        await asyncio.sleep(0.5)
+        only.most_inside = 0
+        answers = await asyncio.gather(*(s.post("rank", f"u{i}") for i in range(20)))
+        statuses = [status for status, _, _ in answers]
+        assert set(statuses) == {200, 429}
+        assert only.most_inside == 2
+        refused = next(headers for status, _, headers in answers if status == 429)
+        assert refused["Retry-After"] == "1"
+        assert 20 <= int(refused["Retry-After-Ms"]) < 100
+        assert refused["Content-Type"] == "application/problem+json"
+
+
+async def test_without_an_instance_the_answer_is_503_and_the_router_is_not_ready() -> None:
+    async with site(1) as s:
+        s.fakes[0].ready_status = 503
+
+        async def is_down() -> bool:
+            async with s.http.get(f"{s.url}/readyz") as answer:
+                return answer.status == 503
+
+        await until(is_down)
+        status, _, headers = await s.post("rank")
+        assert (status, headers["Retry-After"]) == (503, "1")
+        async with s.http.get(f"{s.url}/healthz") as answer:
+            assert answer.status == 200
+
+
+async def test_what_is_more_important_leaves_the_queue_first() -> None:
+    async with site(1, has_agent=True, objective_s=10.0) as s:
+        (only,) = s.fakes
+        only.agent, only.delay_s = "up maxconn:1", 0.05
+        await asyncio.sleep(0.5)
+        order: list[str] = []
+
+        async def ask(path: str) -> None:
+            await s.post(path, f"u{len(order)}")
+            order.append(path)
+
+        first = asyncio.create_task(ask("rank"))
+        await asyncio.sleep(0.01)
+        rest = [asyncio.create_task(ask("signal")) for _ in range(5)]
+        await asyncio.sleep(0.01)
+        rest += [asyncio.create_task(ask("rank")) for _ in range(5)]
+        await asyncio.gather(first, *rest)
+        assert order.index("signal") >= 4
+        assert order[-1] == "signal"
+
+
+async def test_an_instance_that_drains_gets_no_new_users_and_keeps_the_ranks_of_its_signals() -> None:
+    async with site(2, has_agent=True) as s:
+        user = await s.user_of(s.fakes[0])
+        s.fakes[0].agent = "drain"
+
+        async def drains() -> bool:
+            return "DRAIN" in (await s.statuses())["i0"]
+
+        await until(drains)
+        status, body, _ = await s.post("rank", user)
+        assert (status, body["instance"]) == (200, "i0")
+        assert (await s.home(user)).name == "i1"
+        assert (await s.post("rank", user))[1]["instance"] == "i1"
+
+
+async def test_an_erasure_reaches_every_instance_or_says_which_it_did_not() -> None:
+    async with site(3) as s:
+        async with s.http.delete(f"{s.url}/v1/users/a%2Fb", headers={"Authorization": "Bearer x"}) as answer:
+            assert answer.status == 204
+        for fake in s.fakes:
+            (seen,) = fake.seen
+            assert (seen.method, seen.raw_path) == ("DELETE", "/v1/users/a%2Fb")
+            assert seen.headers["Authorization"] == "Bearer x"
+        s.fakes[1].status = 500
+        async with s.http.delete(f"{s.url}/v1/users/u") as answer:
+            assert answer.status == 503
+            assert "i1 (500)" in (await answer.json())["detail"]
+        s.fakes[1].status = 200
+        await s.fakes[2].stop()
+        async with s.http.delete(f"{s.url}/v1/users/u") as answer:
+            assert (answer.status, (await answer.json())["unreachable"]) == (200, ["i2"])
+
+
+async def test_a_change_of_the_catalogue_reaches_every_instance_by_the_admin_address() -> None:
+    async with site(3) as s:
+        async with s.http.post(f"{s.admin}/v1/catalog/items", data=b"items") as answer:
+            assert answer.status == 200
+            assert sorted(await answer.json()) == ["i0", "i1", "i2"]
+        assert all(fake.bodies == [b"items"] for fake in s.fakes)
+        async with s.http.post(f"{s.url}/v1/catalog/items", data=b"items") as answer:
+            assert answer.status == 404  # not on the public address
+
+
+async def test_nothing_but_the_public_routes_in_their_one_spelling_reaches_an_instance() -> None:
+    async with site(1) as s, aiohttp.ClientSession(skip_auto_headers=("Accept",)) as http:
+        wrong = [("POST", "/v1/%72ank"), ("GET", "/metrics"), ("GET", "/debug/config"), ("PUT", "/v1/rank")]
+        wrong += [("POST", "/v1/models/reload"), ("GET", "/v2/models/%2e%2e"), ("DELETE", "/v1/users/a/b")]
+        for method, path in wrong:
+            async with http.request(method, URL(s.url + path, encoded=True)) as answer:
+                assert answer.status == 404, path
+        assert not s.fakes[0].seen
+        async with http.get(f"{s.url}/v2/models/rank/versions/1.0") as answer:
+            assert answer.status == 200
+
+
+async def test_a_caller_cannot_say_what_only_the_router_may() -> None:
+    async with site(1) as s:
+        forged = {"X-Forwarded-For": "1.2.3.4", "Forwarded": "for=1.2.3.4", "X-NpuGr-Instance": "x"}
+        await s.post("rank", "u", **forged, X_Forwarded_Host="evil")
+        (seen,) = s.fakes[0].seen
+        assert seen.headers.getall("X-Forwarded-For") == ["127.0.0.1"]
+        assert not {"Forwarded", "X-NpuGr-Instance", "X-Forwarded-Host"} & set(seen.headers)
+
+
+async def test_no_page_of_another_site_reaches_an_instance() -> None:
+    async with site(1) as s:
+        for headers in (
+            {"Host": f"evil.example:{s.table['port']}"},
+            {"Origin": "http://evil.example"},
+            {"Sec-Fetch-Site": "cross-site"},
+        ):
+            for url in (f"{s.url}/v1/rank", f"{s.admin}/v1/catalog/reload"):
+                async with s.http.post(url, data=b"{}", headers={"X-User-Id": "u", **headers}) as answer:
+                    assert answer.status == 403
+        own = {"Origin": s.url, "Sec-Fetch-Site": "same-origin"}
+        async with s.http.post(f"{s.url}/v1/rank", data=b"{}", headers={"X-User-Id": "u", **own}) as answer:
+            assert answer.status == 200
+        assert len(s.fakes[0].seen) == 1
+
+
+def _keys(path: Path, *keys: tuple[str, list[Scope]]) -> None:
+    rows = [
+        {"name": f"key{i}", "sha256": hash_of(key.encode()), "tenant": "*", "scopes": [scope.value for scope in scopes]}
+        for i, (key, scopes) in enumerate(keys)
+    ]
+    path.write_text(yaml.safe_dump({"keys": rows}))
+
+
+async def test_a_request_without_a_key_of_the_file_gets_no_further(tmp_path: Path) -> None:
+    path = tmp_path / "keys.yaml"
+    _keys(path, (KEY, [Scope.INFER]))
+    async with site(1, api_keys_file=str(path)) as s:
+        assert (await s.post("rank"))[0] == 401
+        assert (await s.post("rank", Authorization=f"Bearer {OTHER_KEY}"))[0] == 401
+        assert not s.fakes[0].seen
+        assert (await s.post("rank", Authorization=f"Bearer {KEY}"))[0] == 200
+        assert s.fakes[0].seen[0].headers["Authorization"] == f"Bearer {KEY}"
+        for method, path_ in (("GET", "/metrics"), ("POST", "/v1/catalog/reload")):
+            async with s.http.request(method, s.admin + path_, headers={"Authorization": f"Bearer {KEY}"}) as answer:
+                assert answer.status == 401  # it has another scope
+        _keys(path, (OTHER_KEY, [Scope.OBSERVE, Scope.ADMIN]))
+        await s.route.look()
+        assert (await s.post("rank", Authorization=f"Bearer {KEY}"))[0] == 401
+        async with s.http.get(f"{s.admin}/metrics", headers={"Authorization": f"Bearer {OTHER_KEY}"}) as answer:
+            assert 'haproxy_server_status{proxy="users",server="i0"' in await answer.text()
+
+
+async def test_a_body_over_the_limit_is_refused_by_what_its_head_says() -> None:
+    async with site(1, limits={"max_body_bytes": 100_000}) as s:
+        async with s.http.post(f"{s.url}/v1/rank", data=b"x" * 100_001, headers={"X-User-Id": "u"}) as answer:
+            assert answer.status == 413
+        async with s.http.post(f"{s.url}/v1/rank", data=b"x" * 100_000, headers={"X-User-Id": "u"}) as answer:
+            assert (await answer.json())["size"] == 100_000
+
+
+async def test_a_slow_sender_holds_no_instance() -> None:
+    async with site(1, header_timeout_s=0.5) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.table["port"])
+        writer.write(b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nX-User-Id: u\r\nContent-Length: 50\r\n\r\n{")
+        assert b"408" in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+        assert not s.fakes[0].seen
+
+
+async def test_what_haproxy_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with site(1) as s:
+        monkeypatch.setattr(haproxy, "QUEUE_SHARE", 1e9)  # a time that HAProxy does not take
+        with pytest.raises(ConfigError, match="haproxy refuses"):
+            await s.route.look()
+        assert (await s.post("rank"))[0] == 200
+        monkeypatch.undo()
+        await s.route.look()
+        assert (await s.post("rank"))[0] == 200
+
+
+async def test_an_instance_joins_once_it_has_been_ready() -> None:
+    async with site(1) as s:
+        new = Fake("i9")
+        new.ready_status = 503
+        await new.start()
+        try:
+            s.table["discovery"]["instances"] = [*s.rows(), row(new)]
+            await s.route.look()
+            assert set(await s.statuses()) == {"i0"}
+            new.ready_status = 200
+            await s.route.look()
+            assert set(await s.statuses()) == {"i0", "i9"}
+        finally:
+            await new.stop()
