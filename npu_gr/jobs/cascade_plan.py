@@ -46,7 +46,7 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     popular: str | None = None  # file of item names, one a line, best first: they fill up a short retrieval
     # items that the ranker does not know, new ones mostly: last = after all others, without a score; drop = not at all
     unknown_items: Literal["last", "drop"] = "last"
-    # share of each source's items that the ranker must know, or the instance does not start; see `coverage.py`
+    # share of each source's items that the ranker must know, or the instance does not start; see `scored_items.py`
     min_coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
     # fitted: by the sum of the ranker's order file; rank: by its first task; fused: by the places in retrieval and rank
     # together, see `by_both`; retrieval: without a rank; None = fitted where the ranker has an order, else rank

@@ -1,7 +1,7 @@
 """Read the configuration file again while the instance serves: all of it takes effect, or nothing does.
 
     checkpoint      another version is loaded, proven and warmed up beside the old one, which drains; its actions must
-                    begin with those of the old one, and it must know the items of the cascade's sources (`coverage.py`)
+                    begin with those of the old one, and it must know the items of the cascade's sources
     generate        another version is loaded and warmed up beside the old one, which drains; memory sizes and the
                     number of levels cannot change
     recommend.popular   the file is read again; its path cannot change
