@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.frame import COUNT, FILE, THREADS, Line, compared, option
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.dataset.log import read_log
+from npu_gr.dataset import read_log
 from npu_gr.features.interactions import Interactions, movielens_100k, read_item_features
 from npu_gr.train.baselines.sasrec import SASRec, SASRecOptions
 from npu_gr.train.data import build_log

@@ -39,14 +39,14 @@ from npu_gr.model.weights import Checkpoint
 from npu_gr.train.data import InteractionLog, NextItem, build_log, to_train_on
 from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, item_vectors, residual_codes
 from npu_gr.train.generate.retrieval import GeneratorJudge
-from npu_gr.train.generate.train import SPLIT, GenerateOptions, train_generator
+from npu_gr.train.generate.train import COMPANY_WINDOW, SPLIT, GenerateOptions, train_generator
 from npu_gr.train.metrics import F64, auc, hits, ndcg_of_each
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.paired import Difference, difference, difference_of_auc, difference_of_users
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
+from npu_gr.train.rank.order import NUM_FOLLOWERS, ItemList, ListSizes, retrieved_lists
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.rank.validation import user_vectors
 
@@ -108,7 +108,7 @@ def cold_lines(
 
     order = checkpoint.order
     assert order is not None
-    sizes = ListSizes(rank.num_retrieved, rank.num_followers, rank.num_neighbours)
+    sizes = ListSizes(rank.num_retrieved, NUM_FOLLOWERS, rank.num_neighbours)
     lists = list(retrieved_lists(inputs, wide, order, targets, sizes))
     generated = _generated(split, generate, targets)
     for way, scores_of in (
@@ -282,9 +282,7 @@ def cold_log(
     warm = [_of(feature, warm_ids) for feature in features]
 
     whole = build_log(trained, [_of(feature, known) for feature in features], SPLIT)  # knows the cold ones by features
-    vectors = item_vectors(
-        whole.only_trained(SPLIT), features, options.vector_dim, options.company_window, options.seed
-    )
+    vectors = item_vectors(whole.only_trained(SPLIT), features, options.vector_dim, COMPANY_WINDOW, options.seed)
     is_cold = np.isin(whole.item_ids, cold)
     uses = np.bincount(whole.items[whole.trained], minlength=whole.num_items)[~is_cold]
     codes = residual_codes(vectors[~is_cold], options.code_count, uses, options.seed)

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from npu_gr.core.garbage import freeze_imports
+from npu_gr.core.process import freeze_imports
 from tests.certificates import Authority
 
 gc.disable()

@@ -27,15 +27,15 @@ RANK = {"user_id": "u", "history": HISTORY, "candidates": list(range(FIRST_ID, F
 ITEMS = {"user_id": "u", "history": HISTORY, "num_items": 5}
 REQUESTS = {"rank": RANK, "generate": ITEMS, "recommend": ITEMS}
 CLOCKS = {str(ROOT / "server/loop_lag.py"), str(ROOT / "metrics/registry/process.py")}
-WARM, MEASURED = 2, 5
+WARM, MEASURED = 2, 10
 
 # Each is what holds now; lower it when it can be. The goals: 45, 55 and 60 files, 8 packages, 20 methods, 6 classes
 # with many, 72,000 lines.
-MOST_FILES = {"rank": 53, "generate": 61, "recommend": 74}
+MOST_FILES = {"rank": 49, "generate": 61, "recommend": 71}
 MOST_PACKAGES = {"rank": 8, "generate": 9, "recommend": 9}
-MOST_METHODS = 40  # of any class
-MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 30
-MOST_LINES = 82_900
+MOST_METHODS = 31  # of any class
+MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 14
+MOST_LINES = 78000
 
 
 class Entered:

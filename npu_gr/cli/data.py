@@ -52,7 +52,7 @@ def load(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from npu_gr.core.history import Mode
-    from npu_gr.dataset.log import read_log
+    from npu_gr.dataset import read_log
     from npu_gr.features.load import features_loaded, load_interactions
     from npu_gr.tools.ingest import open_target
 

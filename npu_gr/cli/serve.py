@@ -82,7 +82,7 @@ def config(kind: str, what: str | None) -> None:
 
 def _serve(work: Callable[[], Any]) -> None:
     """Run the coroutine of a process that serves: its imports frozen, its stacks logged at SIGUSR1."""
-    from npu_gr.core.garbage import freeze_imports
+    from npu_gr.core.process import freeze_imports
     from npu_gr.server.debug.stacks import logged_on_signal
 
     loops: list[asyncio.AbstractEventLoop] = []

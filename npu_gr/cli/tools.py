@@ -160,7 +160,7 @@ def judge(
     import numpy as np
     from rich.console import Console
 
-    from npu_gr.dataset.log import read_log
+    from npu_gr.dataset import read_log
     from npu_gr.features.interactions import movielens_100k
     from npu_gr.tools.judge import evaluate
     from npu_gr.train.data import to_train_on

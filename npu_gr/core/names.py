@@ -27,7 +27,7 @@ import xxhash
 
 from npu_gr.core.arrays import I16, I64, largest
 from npu_gr.core.feature_schema.columns import ModelFeatures
-from npu_gr.core.time_order import OnUnsorted
+from npu_gr.core.history import OnUnsorted
 from npu_gr.core.words import cut
 
 FIRST_HASHED = 2**62  # ids below are the numbers that names are

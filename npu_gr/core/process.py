@@ -4,13 +4,39 @@ glibc maps every block above 32 MiB anew and gives it back: each large temporary
 faults, which cost more than the arithmetic: 34 MB of log_softmax take 20 ms, from the heap 9. After a few rounds the
 heap has the two or three blocks that a computation needs. The heap of a thread, as the device thread's, takes blocks
 up to nearly 64 MiB; what is larger belongs into pools.
+
+The garbage collector of a serving process: what imports made is never looked at again.
+
+A collection stops every thread. Measured on an instance: imports leave 207,000 objects, and a full collection takes
+95 to 126 ms of CPU; with those frozen, 13,400 objects and 1.3 ms. Of an instance's own objects none is frozen, so
+nothing has to be frozen anew when a model is swapped: the engine and the relay of a version form a cycle, and frozen
+they would keep its weights for ever.
+
+`stop_signals` are those that a process is stopped by, `listening_sockets` those that it listens on.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
+import gc
 import os
 import signal
+import socket
+from collections.abc import Iterator
+
+# Those of CPython 3.11, also where a later one has others. In 1,600 ranks 100 young collections stop the process for
+# 0.5 ms each, 1.5 % of the CPU. A first threshold of 5,000 or 20,000 costs 0.8 or 0.6 %, but has pauses of 11 to 31 ms.
+THRESHOLDS = (700, 10, 10)
+
+
+def freeze_imports() -> None:
+    """Spare the collector what exists now. Call it after the imports, before models are loaded."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)
+
 
 # of mallopt(3)
 _M_TRIM_THRESHOLD = -1
@@ -45,3 +71,43 @@ def set_up_process() -> bool:
     except AttributeError:
         return False
     return all([mallopt(_M_MMAP_THRESHOLD, _MOST), mallopt(_M_TRIM_THRESHOLD, _MOST)])
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[asyncio.Queue[int]]:
+    """Put every SIGTERM and SIGINT into a queue while the block runs."""
+    loop = asyncio.get_running_loop()
+    received = asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, number)
+    try:
+        yield received
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Listen on every address of a host; the sockets do not block.
+
+    Args:
+        host: a name or an address; "" = all addresses of this machine.
+        port: 0 = any free one, for each address another.
+        backlog: connections that wait to be accepted.
+
+    Raises:
+        OSError: an address cannot be bound; none is.
+    """
+    loop = asyncio.get_running_loop()
+    bound: list[socket.socket] = []
+    try:
+        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((one[0], one[4][:2]) for one in found):
+            bound.append(socket.create_server(address, family=family, backlog=backlog))
+    except OSError:
+        for one in bound:
+            one.close()
+        raise
+    for one in bound:
+        one.setblocking(False)
+    return bound

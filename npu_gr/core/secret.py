@@ -5,17 +5,27 @@ In a configuration file such a setting is the text itself, or says where the tex
     url: redis://redis:6379/0
     url: {file: /run/secrets/redis-url}   # without the line end
     url: {env: REDIS_URL}
+
+`redacted` takes credentials out of other texts that leave the process, as in the URL of a store.
 """
 
 from __future__ import annotations
 
 import base64
 import os
+import re
 from pathlib import Path
 from typing import Self
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from npu_gr.core.redact import redacted
+_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/\s\"']*@", re.IGNORECASE)
+_PASSWORD = re.compile(r"([?&](?:password|username|token|key)=)[^&\s\"']*", re.IGNORECASE)
+
+
+def redacted(text: str) -> str:
+    """Replace user and password of every URL by `***`."""
+    return _PASSWORD.sub(r"\1***", _USERINFO.sub(r"\1***@", text))
+
 
 SHOWN = "***"
 

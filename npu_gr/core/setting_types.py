@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import inspect
 
-from npu_gr.core.redact import redacted
+from npu_gr.core.secret import redacted
 from npu_gr.core.words import near, quoted
 
 UNIT = "x-unit"  # in the JSON schema of a type, which is where msgspec carries it

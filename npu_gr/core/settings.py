@@ -25,8 +25,7 @@ import yaml
 from msgspec import inspect
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.redact import redacted
-from npu_gr.core.secret import Secret
+from npu_gr.core.secret import Secret, redacted
 from npu_gr.core.setting_types import IN_BYTES, IN_SECONDS, explain, plain, settings_of
 from npu_gr.core.words import near
 

@@ -2,24 +2,51 @@
 
     from npu_gr.dataset import PrepareOptions, prepare, read_dataset
 
-Each name is imported when it is first used: pyarrow (extra `parquet`) is needed only by whoever uses a dataset.
+Names are imported when they are first used: DuckDB and pyarrow (extra `parquet`) are needed only by whoever uses a
+dataset.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from npu_gr.dataset.build import PreparedDataset, prepare
     from npu_gr.dataset.files import Dataset, read_dataset
-    from npu_gr.dataset.log import read_log
     from npu_gr.dataset.options import PrepareOptions
+    from npu_gr.features.interactions import Interactions
 
 __all__ = ["Dataset", "PrepareOptions", "PreparedDataset", "prepare", "read_dataset", "read_log"]
 
-_HOMES = {"Dataset": "files", "read_dataset": "files", "read_log": "log", "PrepareOptions": "options"}
+_HOMES = {"Dataset": "files", "read_dataset": "files", "PrepareOptions": "options"}
+_PREPARED = (".csv", ".tsv", ".parquet", ".pq", ".ndjson")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'build')}"), name)
+
+
+def read_log(path: Path, *, value_column: str = "rating") -> Interactions:
+    """Read all events, in time order, of what a user names as a log: a dataset, or a file that needs no preparation.
+
+    Args:
+        path: the folder of a dataset; or a file, as `read_interactions` has it.
+        value_column: of a file; a dataset knows its actions.
+
+    Raises:
+        DataError: it cannot be read; the message names the file, the line and the reason.
+    """
+    from npu_gr.core.errors import DataError
+    from npu_gr.features.interactions import read_interactions
+
+    if path.is_dir():
+        from npu_gr.dataset.files import read_dataset
+
+        return read_dataset(path).interactions()
+    if any(suffix in _PREPARED for suffix in path.suffixes):
+        raise DataError(f"{path}: prepare it first: npu-gr prepare {path} --out site/data; then give that folder")
+    return read_interactions(path, value_column=value_column)

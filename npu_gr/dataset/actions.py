@@ -11,9 +11,10 @@ order (and buckets keep their edges), and new actions come at its end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
 from npu_gr.core.words import quoted
-from npu_gr.dataset.spill import Rows
 
 MAX_RATINGS = 20
 ONE = "event"
@@ -129,7 +129,7 @@ class Actions:
     places: I64  # of event types: code of a row -> place in names
     notes: list[str]  # what a person should know
 
-    def of(self, rows: Rows) -> I64:
+    def of(self, rows: Mapping[str, npt.NDArray[Any]]) -> I64:
         """Find the action of each row: [n] -> int64 [n], places in `names`."""
         match self.kind:
             case ActionKind.EVENTS:
@@ -140,7 +140,7 @@ class Actions:
             case ActionKind.BUCKETS:
                 return bucket_of(rows["value"], self.edges)
             case ActionKind.ONE:
-                return np.zeros(len(rows), np.int64)
+                return np.zeros(len(rows["user"]), np.int64)
 
 
 def of_events(events: Sequence[str], old: OldActions) -> Actions:

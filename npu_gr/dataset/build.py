@@ -1,11 +1,10 @@
 """Make a dataset of a company's log: `npu-gr prepare`, and `npu_gr.dataset.prepare` in Python.
 
-    read     batch by batch: names to codes, times to microseconds; rows go to disk, parted by user
-    sort     part by part: by time, without exact duplicates, into events.parquet
+    read     by DuckDB into a table beside `out`: names as texts, times in microseconds, and why a row cannot be used
+    sort     names become codes; by user and time, without exact duplicates, into events.parquet
     publish  the finished folder takes the place of `out`
 
-Memory does not grow with the rows, only with users, items and distinct values of features. Disk: 32 bytes a row, and 4
-or 8 for each feature of the log, beside `out` until the end.
+Memory is bounded (`engine.MOST_MB`) but for the names of users and items and the files beside the log.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import IO, Any
 from npu_gr import __version__
 from npu_gr.core.errors import DataError
 from npu_gr.core.private import make_private
-from npu_gr.dataset.actions import Actions, OldActions, of_events, of_values, one_action
-from npu_gr.dataset.arrow import pa
-from npu_gr.dataset.aside import written_aside
+from npu_gr.core.words import quoted
+from npu_gr.dataset.actions import Actions, OldActions
+from npu_gr.dataset.engine import opened, told
 from npu_gr.dataset.files import (
     EVENTS,
     FORMAT,
@@ -33,18 +32,13 @@ from npu_gr.dataset.files import (
     Dataset,
     is_dataset,
     read_dataset,
+    written_aside,
 )
-from npu_gr.dataset.items import ItemTable, read_items
-from npu_gr.dataset.log_features import check_names
+from npu_gr.dataset.logs import Log, LogFeature
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import Rejects
-from npu_gr.dataset.rows import RowReader
-from npu_gr.dataset.side_notes import notes_of
-from npu_gr.dataset.source import Source
-from npu_gr.dataset.sources import open_source
-from npu_gr.dataset.spill import Spill
-from npu_gr.dataset.tables import ArrowStream
-from npu_gr.dataset.users import UserTable, read_users
+from npu_gr.dataset.side import ItemTable, UserTable, notes_of, read_items, read_users
+from npu_gr.dataset.sources import OTHERS, ArrowStream, Source, open_source
 from npu_gr.dataset.write import EventCounts, ItemCounts, write_events, write_items, write_users
 
 FILES = (MANIFEST, EVENTS, USERS, ITEMS, REJECTED)
@@ -104,11 +98,9 @@ def prepare(
             old = OldActions(folder=str(out), kind=before["kind"], names=before["names"], edges=before["edges"])
         make_private(folder / REJECTED)
         with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
-            try:
-                build = _Build(source, item_source, user_source, options, rejected)
-                manifest = build.run(folder, old, on_stage)
-            except pa.ArrowException as error:  # a type that no column of a log has
-                raise DataError(f"{source.name}: {error}; --user, --item, --time ... name other columns") from error
+            build = _Build(source, item_source, user_source, options, rejected)
+            with opened(folder / "spill", source.num_bytes) as con, told(source.name, OTHERS):
+                manifest = build.run(con, folder, old, on_stage)
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(text, encoding="utf-8")
     return PreparedDataset(dataset=read_dataset(out), num_rejected=build.num_rejected)
@@ -129,10 +121,10 @@ class _Build:
         self._item_source = item_source
         self._user_source = user_source
         self._options = options
-        self._rejects = Rejects(rejected, source.name, source.place)
-        self._item_rejects = Rejects(rejected, item_source.name, item_source.place) if item_source else None
-        self._user_rejects = Rejects(rejected, user_source.name, user_source.place) if user_source else None
-        self._reader = RowReader(source, options)
+        self._rejects = Rejects(rejected, source.place)
+        self._item_rejects = Rejects(rejected, item_source.place) if item_source else None
+        self._user_rejects = Rejects(rejected, user_source.place) if user_source else None
+        self._log = Log(source, options)
 
     @property
     def num_rejected(self) -> int:
@@ -140,70 +132,64 @@ class _Build:
         every = (self._rejects, self._item_rejects, self._user_rejects)
         return sum(rejects.total for rejects in every if rejects)
 
-    def run(self, folder: Path, old: OldActions, on_stage: OnStage) -> dict[str, Any]:
+    def run(self, con: Any, folder: Path, old: OldActions, on_stage: OnStage) -> dict[str, Any]:
         """Write all files but the manifest, which is returned."""
-        table = self._read_items(on_stage)  # first, because it is the shorter one: an error in it comes early
-        users = self._read_users(on_stage)
-        check_names(
-            self._reader.features,
+        log = self._log
+        table = self._read_items(con, on_stage)  # first, because it is the shorter one: an error in it comes early
+        users = self._read_users(con, on_stage)
+        _check_names(
+            log.features,
             [one.name for one in users.features] if users else [],
             [one.column for one in table.features] if table else [],
         )
-        spill = Spill(folder / "spill", dtype=self._reader.dtype)
-        try:
-            for batch in self._source.batches(
-                self._reader.column_names(), self._rejects.add, lambda ratio: on_stage("reading", ratio)
-            ):
-                if len(batch.numbers):
-                    spill.add(self._reader.read(batch, self._rejects))
-        finally:
-            spill.close()
-        self._check_rejected()
-        actions = self._actions(old)
+        log.load(con, self._rejects, lambda ratio: on_stage("reading", ratio))
+        actions = log.actions(old)
         counts = write_events(
             folder,
-            spill.parts(),
+            log,
             actions,
-            self._reader.features,
             keep_duplicates=self._options.keep_duplicates,
-            num_rows=self._reader.num_rows,
             show=lambda ratio: on_stage("sorting", ratio),
         )
-        num_without = write_users(folder, self._reader.users.names(), users)
-        items = write_items(folder, self._reader.items, table)
+        names, item_names = log.user_names(), log.item_names()
+        num_without = write_users(folder, names, users)
+        items = write_items(folder, item_names, table)
         notes = [*actions.notes]
         if table is not None:
-            notes += notes_of("item", self._reader.items.names(), table.rows, table.num_again)
+            notes += notes_of("item", item_names, table.rows, table.num_again)
         if users is not None:
-            notes += notes_of("user", self._reader.users.names(), users.rows, users.num_again)
-        return self._manifest(actions, table, counts, items, notes) | self._features(users, num_without)
+            notes += notes_of("user", names.to_pylist(), users.rows, users.num_again)
+        told_of = self._manifest(actions, table, counts, items, notes)
+        return told_of | {"users": len(names)} | self._features(users, num_without)
 
-    def _read_items(self, on_stage: OnStage) -> ItemTable | None:
+    def _read_items(self, con: Any, on_stage: OnStage) -> ItemTable | None:
         if self._item_source is None or self._item_rejects is None:
             return None
         options = self._options
-        told = {role: name for role, name in (("item", options.items_key), ("title", options.title)) if name}
+        told_columns = {role: name for role, name in (("item", options.items_key), ("title", options.title)) if name}
         return read_items(
+            con,
             self._item_source,
-            told,
-            self._reader.columns.item.name,
+            told_columns,
+            self._log.columns.item.name,
             options.features,
-            self._item_rejects.add,
+            self._item_rejects,
             lambda ratio: on_stage("items", ratio),
         )
 
-    def _read_users(self, on_stage: OnStage) -> UserTable | None:
+    def _read_users(self, con: Any, on_stage: OnStage) -> UserTable | None:
         options = self._options
         if self._user_source is None or self._user_rejects is None:
             if options.user_features or options.users_key:
                 raise DataError("--user-features, --users-key: they name columns of a file of users; --users names it")
             return None
         return read_users(
+            con,
             self._user_source,
             options.users_key,
-            self._reader.columns.user.name,
+            self._log.columns.user.name,
             options.user_features,
-            self._user_rejects.add,
+            self._user_rejects,
             lambda ratio: on_stage("users", ratio),
         )
 
@@ -213,38 +199,17 @@ class _Build:
         return {
             "user_features": [{"name": one.name, "kind": one.kind, "told": one.told} for one in of_users],
             "log_features": [
-                {"name": one.name, "of": one.of, "kind": one.kind, "told": one.told} for one in self._reader.features
+                {"name": one.name, "of": one.of, "kind": one.kind, "told": one.told} for one in self._log.features
             ],
             "users_without_row": num_without,
             "left_out_users": users.left_out if users else {},
             "rejected_users": self._user_rejects.as_dict() if self._user_rejects else {},
         }
 
-    def _check_rejected(self) -> None:
-        rejects = self._rejects
-        num_rows = self._reader.num_rows
-        if not num_rows:
-            raise DataError(f"{self._source.name}: no row can be used: {rejects.words() or 'there is none'}")
-        ratio = rejects.total / (rejects.total + num_rows)
-        most = self._options.max_rejected_ratio
-        if ratio > most:
-            raise DataError(
-                f"{self._source.name}: {ratio:.0%} of the rows cannot be used, over {most:.0%}: {rejects.words()}; "
-                f"name the right columns, or allow it: --max-rejected {min(1.0, ratio + 0.01):.2f}"
-            )
-
-    def _actions(self, old: OldActions) -> Actions:
-        reader = self._reader
-        if reader.columns.event is not None:
-            return of_events(reader.events.names(), old)
-        if reader.columns.value is not None:
-            return of_values(reader.columns.value.name, reader.values, self._options.num_buckets, old)
-        return one_action(old)
-
     def _manifest(
         self, actions: Actions, table: ItemTable | None, counts: EventCounts, items: ItemCounts, notes: Sequence[str]
     ) -> dict[str, Any]:
-        columns = self._reader.columns
+        columns = self._log.columns
         taken = {
             "user": columns.user,
             "item": columns.item,
@@ -254,7 +219,7 @@ class _Build:
             "items: item": table.key if table else None,
             "items: title": table.title if table else None,
         }
-        time_kind = self._reader.time_kind
+        time_kind = self._log.time_kind
         of_action = counts.of_action
         return {
             "kind": KIND,
@@ -268,7 +233,6 @@ class _Build:
             "actions": {"kind": actions.kind, "names": actions.names, "edges": actions.edges, "events": of_action},
             "events": sum(of_action),
             "digest": counts.digest,
-            "users": len(self._reader.users),
             "items": items._asdict(),
             "features": [{"name": one.column, "kind": one.kind} for one in (table.features if table else ())],
             "left_out": table.left_out if table else {},
@@ -277,3 +241,16 @@ class _Build:
             "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
             "notes": list(notes),
         }
+
+
+def _check_names(found: Sequence[LogFeature], users: Sequence[str], items: Sequence[str]) -> None:
+    """Check that no two features have one name, whatever they are of.
+
+    Raises:
+        DataError: two have.
+    """
+    seen: set[str] = set()
+    for name in (*(one.name for one in found), *users, *items):
+        if name in seen:
+            raise DataError(f"two features have the name {quoted(name)}; rename a column, or leave one out")
+        seen.add(name)

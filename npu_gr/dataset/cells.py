@@ -1,7 +1,11 @@
-"""Cells of a column that becomes a feature: what they hold, and the values in them."""
+"""What the cells of a column hold: by Arrow for the first rows, which guesses are made of, and in SQL for all of them.
+
+A column of DuckDB has one of few types here: texts, numbers, times, and lists of these.
+"""
 
 from __future__ import annotations
 
+import re
 from datetime import date
 from decimal import Decimal
 from typing import Any, Literal
@@ -9,29 +13,70 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from npu_gr.dataset.arrow import as_text, is_text, pa, pc
-from npu_gr.dataset.columns import CellKind, kind_of
-from npu_gr.dataset.names import MISSING
-from npu_gr.dataset.source import Source
+from npu_gr.core.errors import DataError
+
+try:
+    import duckdb
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+except ImportError as error:
+    raise DataError("datasets need pip install 'npu_gr[parquet]'") from error
+
+__all__ = ["duckdb", "pa", "pc", "pq"]
 
 Cells = Literal["list", "blanks", "bars", "number", "text"]
+MISSING = frozenset({"", "NULL", "null", "None", "none", "NaN", "nan", "\\N"})
+"""Texts that tools write where they have none."""
+NUMBER = r"^\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*$"
+MAX_CELL_CHARS = 4096  # of a text that is looked at; nothing that is used is so long
+JOINT = "\x1f"  # between the values of a list
+_LONGEST_MISSING = max(map(len, MISSING))
+_MISSING_PATTERN = "|".join(map(re.escape, sorted(MISSING)))
+_WHOLE_WITH_POINT = r"^(-?\d+)\.0*$"
+_WHOLE = 2**53  # floats beyond it are no longer exact as whole numbers
+_FLOATS = ("FLOAT", "DOUBLE")
+_INTEGERS = tuple(
+    f"{sign}{size}" for sign in ("", "U") for size in ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "HUGEINT")
+)
 
 
-def cells_of(name: str, array: Any, source: Source) -> Cells:
-    """Find out how the first cells of a column hold values: one of `Cells`."""
-    declared = source.types.get(name, "")
-    if declared == "token_seq":
-        return "blanks"
-    if declared == "token":
-        return "text"
-    if pa.types.is_list(array.type):
-        return "list"
-    kind = kind_of(array)
-    if kind in (CellKind.NUMBER, CellKind.INTEGER) and not name.lower().endswith("id"):
-        return "number"
-    if is_text(array) and pc.any(pc.match_substring(array, "|")).as_py():
-        return "bars"
-    return "text"
+def is_text(array: Any) -> bool:
+    """Whether the cells are texts: they may hold numbers and times all the same."""
+    return bool(pa.types.is_string(array.type))
+
+
+def is_instant(array: Any) -> bool:
+    """Whether the cells are timestamps or dates by their type."""
+    return bool(pa.types.is_timestamp(array.type) or pa.types.is_date(array.type))
+
+
+def as_text(array: Any) -> Any:
+    """Write cells as texts: an array of any type but lists -> an array of strings.
+
+    A float that is a whole number loses its point: 42.0 is what a tool writes whose column of integers had gaps.
+    """
+    if pa.types.is_floating(array.type):
+        wide = pc.cast(array, pa.float64())
+        wide = pc.if_else(pc.is_nan(wide), None, wide)
+        is_whole = pc.and_(pc.equal(pc.floor(wide), wide), pc.less(pc.abs(wide), _WHOLE))
+        whole = pc.cast(pc.if_else(is_whole, wide, None), pa.int64())
+        return pc.coalesce(pc.cast(whole, pa.string()), pc.cast(wide, pa.string()))
+    return array if is_text(array) else pc.cast(array, pa.string())
+
+
+def without_point(array: Any) -> Any:
+    """Take `.0` from texts that are whole numbers."""
+    return pc.replace_substring_regex(array, _WHOLE_WITH_POINT, r"\1")
+
+
+def has_point(array: Any) -> bool:
+    """Whether a column of texts holds whole numbers written as 42.0: what pandas makes of integers with gaps."""
+    if not is_text(array):
+        return False
+    texts = pc.drop_null(array)
+    is_whole = pc.match_substring_regex(texts, r"^\s*(-?\d+\.0*|nan|NaN|NULL|)\s*$")
+    return bool(len(texts)) and bool(pc.all(is_whole).as_py())
 
 
 def number_of(cell: Any) -> float | None:
@@ -70,3 +115,105 @@ def plain_text(cell: Any) -> str:
         text: str = as_text(pa.array([cell]))[0].as_py() or ""
         return text
     return orjson.dumps(cell, default=str).decode()
+
+
+def literal(text: str) -> str:
+    """Write a text in SQL."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def identifier(name: str) -> str:
+    """Write the name of a column in SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def is_list_type(kind: str) -> bool:
+    """Whether a type of DuckDB is a list, or an array of a fixed length."""
+    return kind.endswith("]")
+
+
+def plain_sql(column: str, kind: str, *, has_uuids: bool = False) -> str:
+    """Give cells one of the few types: categories, bytes and UUIDs become texts, and a text has an end.
+
+    Args:
+        column: an expression.
+        kind: its type.
+        has_uuids: its bytes are UUIDs; others are UTF-8, and null where they are not.
+    """
+    if kind == "BLOB":
+        uuid = f"lower(concat_ws('-', {', '.join(f'hex({column})[{part}]' for part in _UUID_PARTS)}))"
+        return uuid if has_uuids else f"left(TRY(decode({column})), {MAX_CELL_CHARS})"
+    if kind == "UUID" or kind.startswith("ENUM"):
+        return f"CAST({column} AS VARCHAR)"
+    if kind == "VARCHAR":
+        return f"left({column}, {MAX_CELL_CHARS})"
+    if is_list_type(kind):
+        inner = kind.rpartition("[")[0]
+        is_words = inner in ("VARCHAR", "UUID", "BLOB") or inner.startswith("ENUM")
+        return f"CAST({column} AS {'VARCHAR' if is_words else inner}[])"
+    return column
+
+
+_UUID_PARTS = ("1:8", "9:12", "13:16", "17:20", "21:32")
+
+
+def text_sql(column: str, kind: str) -> str:
+    """Write cells as texts, as `as_text` does; a list of one cell counts as that cell."""
+    if is_list_type(kind):
+        inner = text_sql(f"{column}[1]", kind.rpartition("[")[0])
+        return f"CASE WHEN len({column}) = 1 THEN {inner} END"
+    if kind in _FLOATS:
+        is_whole = f"{column} = floor({column}) AND abs({column}) < {_WHOLE}"
+        return (
+            f"CASE WHEN isnan({column}) THEN NULL WHEN {is_whole} THEN CAST(CAST({column} AS BIGINT) AS VARCHAR) "
+            f"ELSE CAST({column} AS VARCHAR) END"
+        )
+    return column if kind == "VARCHAR" else f"CAST({column} AS VARCHAR)"
+
+
+def name_sql(column: str, kind: str, *, with_point: bool = False) -> str:
+    """Write names as texts, null where one is missing.
+
+    Args:
+        column: an expression.
+        kind: its type.
+        with_point: whole numbers are written as 42.0 and mean 42.
+    """
+    text = text_sql(column, kind)
+    if with_point:
+        text = f"regexp_replace({text}, '{_WHOLE_WITH_POINT}', '\\1')"
+    return f"CASE WHEN length({text}) > {_LONGEST_MISSING} OR NOT {_is_missing_text(text)} THEN {text} END"
+
+
+def _is_missing_text(text: str) -> str:
+    """Whether a text is one of MISSING. Not by `IN`: DuckDB makes a join of that, after which rows lose their order."""
+    return f"regexp_full_match({text}, '{_MISSING_PATTERN}')"
+
+
+def number_sql(column: str, kind: str) -> str:
+    """Read cells as DOUBLE, null where they are no finite numbers."""
+    if kind == "VARCHAR":
+        number = f"CASE WHEN regexp_matches({column}, '{NUMBER}') THEN TRY_CAST(trim({column}) AS DOUBLE) END"
+    elif kind in _FLOATS or kind in _INTEGERS or kind.startswith("DECIMAL"):
+        number = f"CAST({column} AS DOUBLE)"
+    else:
+        return "CAST(NULL AS DOUBLE)"
+    return f"CASE WHEN isfinite({number}) THEN {number} END"
+
+
+def is_missing_sql(column: str, kind: str) -> str:
+    """Whether cells are missing."""
+    return f"({column} IS NULL OR isnan({column}))" if kind in _FLOATS else f"{column} IS NULL"
+
+
+def is_integer_type(kind: str) -> bool:
+    """Whether a type of DuckDB has whole numbers alone."""
+    return kind in _INTEGERS
+
+
+def values_sql(column: str) -> str:
+    """Join the values of a list, each once, in their order; '' where it has none."""
+    texts = f"CAST({column} AS VARCHAR[])"
+    is_once = f"NOT {_is_missing_text('text')} AND list_position({texts}, text) = place"
+    once = f"list_filter({texts}, lambda text, place: {is_once})"
+    return f"coalesce(array_to_string({once}, '{JOINT}'), '')"

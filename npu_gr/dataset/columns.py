@@ -10,7 +10,7 @@ from typing import Any
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.words import quoted
-from npu_gr.dataset.arrow import NUMBER, as_text, is_instant, is_text, pa, pc, without_point
+from npu_gr.dataset.cells import NUMBER, Cells, as_text, is_instant, is_text, pa, pc, without_point
 
 NONE = "none"  # told instead of a name: the log has no such column
 _INTEGER = r"^\s*[+-]?(\d+|\d(\.\d+)?[eE]\+\d+)\s*$"  # a tool may have rounded it
@@ -119,6 +119,28 @@ def kind_of(array: Any) -> CellKind:
     if _share(texts, NUMBER) >= _MOST:
         return CellKind.NUMBER
     return CellKind.TIME if _share(texts, _DATED) >= _MOST else CellKind.TEXT
+
+
+def cells_of(name: str, array: Any, declared: Mapping[str, str]) -> Cells:
+    """Find out how the first cells of a column hold values.
+
+    Args:
+        name: of the column.
+        array: the cells.
+        declared: types that the header of an atomic file names.
+    """
+    kind = declared.get(name, "")
+    if kind == "token_seq":
+        return "blanks"
+    if kind == "token":
+        return "text"
+    if pa.types.is_list(array.type):
+        return "list"
+    if kind_of(array) in (CellKind.NUMBER, CellKind.INTEGER) and not name.lower().endswith("id"):
+        return "number"
+    if is_text(array) and pc.any(pc.match_substring(array, "|")).as_py():
+        return "bars"
+    return "text"
 
 
 def choose_log_columns(

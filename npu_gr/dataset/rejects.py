@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import IO
+from typing import IO, NamedTuple
 
 from npu_gr.core.names import MAX_NAME_BYTES
 
@@ -40,51 +39,59 @@ class RejectReason(StrEnum):
 
 
 CODES = {reason: code for code, reason in enumerate(RejectReason, 1)}
-"""A reason in an array of int8; 0 = the row can be used."""
+"""A reason as a column of DuckDB has it; 0 = the row can be used."""
+SKIPPED, UNSURE = -1, -2  # of a row that is none, and of one that Python looks at
+_REASONS = list(RejectReason)
 
-OnReject = Callable[[int, RejectReason, str], None]
-"""Called with the line (or row) number of a row, counted from 1, the reason, and the row as text."""
+
+class Rejected(NamedTuple):
+    """A row that cannot be used."""
+
+    file: str
+    number: int  # of its line or row in the file, counted from 1
+    reason: int  # one of CODES
+    text: str
 
 
 class Rejects:
     """Counts the rows of one source that cannot be used, and writes the first of them to a file."""
 
-    def __init__(self, file: IO[str], name: str, place: str) -> None:
+    def __init__(self, file: IO[str], place: str) -> None:
         """Count nothing yet.
 
         Args:
             file: what to write to; several sources may share it.
-            name: of the source.
-            place: what its numbers count: "line" or "row".
+            place: what the numbers of rows count: "line" or "row".
         """
         self._file = file
-        self._name = name
         self._place = place
-        self.counts: Counter[RejectReason] = Counter()
-        self.first: dict[RejectReason, int] = {}  # number of the first row with each reason
+        self._found: dict[RejectReason, tuple[int, int]] = {}
 
-    def add(self, number: int, reason: RejectReason, row: str) -> None:
-        """Count one row."""
-        self.counts[reason] += 1
-        self.first.setdefault(reason, number)
-        if self.total <= MAX_WRITTEN:
-            record = {"file": self._name, self._place: number, "reason": reason.value, "text": row[:MAX_ROW_CHARS]}
+    def take(self, counts: Iterable[tuple[int, int, int]], rows: Iterable[Rejected]) -> None:
+        """Take what was rejected, once.
+
+        Args:
+            counts: of each reason its code, how many rows have it, and the number of the first.
+            rows: the first of them, at most `MAX_WRITTEN`.
+        """
+        found = {_REASONS[code - 1]: (count, first) for code, count, first in counts}
+        self._found = dict(sorted(found.items(), key=lambda one: -one[1][0]))
+        for row in rows:
+            reason = _REASONS[row.reason - 1].value
+            record = {"file": row.file, self._place: row.number, "reason": reason, "text": row.text[:MAX_ROW_CHARS]}
             self._file.write(json.dumps(record) + "\n")
 
     @property
     def total(self) -> int:
         """Rows that were rejected."""
-        return self.counts.total()
+        return sum(count for count, _ in self._found.values())
 
     def words(self) -> str:
         """Name the reasons, most frequent first, each with its first row."""
         return "; ".join(
-            f"{count:,} x {reason} (first: {self._place} {self.first[reason]:,})"
-            for reason, count in self.counts.most_common()
+            f"{count:,} x {reason} (first: {self._place} {first:,})" for reason, (count, first) in self._found.items()
         )
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts and first rows by reason, most frequent first, as the manifest has them."""
-        return {
-            reason.value: {"rows": count, "first": self.first[reason]} for reason, count in self.counts.most_common()
-        }
+        return {reason.value: {"rows": count, "first": first} for reason, (count, first) in self._found.items()}

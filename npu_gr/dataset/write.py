@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from npu_gr.catalogue.names import ItemNames
@@ -14,15 +16,12 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.names import item_ids
 from npu_gr.core.private import make_private
 from npu_gr.dataset.actions import ActionKind, Actions
-from npu_gr.dataset.arrow import pa, pq
+from npu_gr.dataset.cells import pa, pq
 from npu_gr.dataset.files import EVENTS, FEATURE, ITEMS, NUMBER, USERS
-from npu_gr.dataset.items import ItemTable
-from npu_gr.dataset.log_features import LogFeature
-from npu_gr.dataset.names import LoggedItems
-from npu_gr.dataset.source import OnProgress
-from npu_gr.dataset.spill import Rows
+from npu_gr.dataset.lines import OnProgress
+from npu_gr.dataset.logs import Log, Rows
+from npu_gr.dataset.side import ItemTable, UserTable
 from npu_gr.dataset.times import US_PER_S
-from npu_gr.dataset.users import UserTable
 
 GROUP_ROWS = 1 << 17  # of events.parquet; readers take one group at a time
 _COMPRESSION = "zstd"
@@ -68,69 +67,66 @@ class ItemCounts(NamedTuple):
     without_events: int  # in the items' file only
 
 
-def write_events(
-    folder: Path,
-    parts: Iterator[Rows],
-    actions: Actions,
-    features: Sequence[LogFeature],
-    *,
-    keep_duplicates: bool,
-    num_rows: int,
-    show: OnProgress,
-) -> EventCounts:
+def write_events(folder: Path, log: Log, actions: Actions, *, keep_duplicates: bool, show: OnProgress) -> EventCounts:
     """Write the events.
 
     Args:
         folder: to write into.
-        parts: rows, each part sorted by user and time.
-        actions: what the codes and values of the rows mean.
-        features: of the rows.
+        log: what was read.
+        actions: what the codes and values of its rows mean.
         keep_duplicates: keep rows that are equal in everything, rather than the first of them.
-        num_rows: of all parts.
         show: called with the progress.
 
     Raises:
-        DataError: a value of a feature is too long.
         OSError: the file cannot be written.
     """
+    features = log.features
     has_value = actions.kind in (ActionKind.RATINGS, ActionKind.BUCKETS)
     fields = [("user", pa.int32()), ("item", pa.int64()), ("action", pa.int16()), ("time", pa.int64())]
     if has_value:
         fields.append(("value", pa.float64()))
     of_features = [(FEATURE + one.name, one.arrow_type) for one in features]
     schema = pa.schema([*fields, *of_features])
-    values = [None if one.kind == "number" else one.values() for one in features]
     counts = EventCounts(len(actions.names))
     path = folder / EVENTS
     make_private(path)
     done = 0
-    with path.open("wb") as file, pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer:
-        for rows in _grouped(_distinct(part, counts, keep_duplicates) for part in parts):
+    with (
+        path.open("wb") as file,
+        pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer,
+        ThreadPoolExecutor(1) as aside,  # a group is packed while DuckDB makes the next one
+    ):
+        packing: Future[None] | None = None
+        for rows in _grouped(_distinct(log.sorted_rows(), counts, keep_duplicates)):
             action = actions.of(rows)
             time = rows["time_us"] // US_PER_S
-            columns = [rows["user"], rows["item"], action.astype(np.int16), time, rows["value"]][: len(fields)]
+            columns = [rows["user"], rows["item"], action.astype(np.int16), time]
+            columns += [rows["value"]] if has_value else []
             columns += [rows[f"f{place}"] for place in range(len(features))]
             columns = [np.ascontiguousarray(column) for column in columns]
             counts.add(columns, action, time)
             arrays = [pa.array(column) for column in columns[: len(fields)]]
-            for one, known, cells in zip(features, values, columns[len(fields) :], strict=True):
+            for one, known, cells in zip(features, log.feature_values, columns[len(fields) :], strict=True):
                 arrays.append(one.column(cells, known))
-            writer.write_table(pa.table(arrays, schema=schema))
-            done += len(rows)
-            show(done / num_rows)
+            if packing is not None:
+                packing.result()
+            packing = aside.submit(writer.write_table, pa.table(arrays, schema=schema))
+            done += len(action)
+            show(done / log.num_rows)
+        if packing is not None:
+            packing.result()
     show(1.0)
     return counts
 
 
-def write_users(folder: Path, names: list[str], table: UserTable | None) -> int:
+def write_users(folder: Path, names: Any, table: UserTable | None) -> int:
     """Write the names and features of users by code.
 
     Returns:
         How many of them the users' file lacks.
     """
-    listed = table.rows if table else {}
-    rows = [listed.get(name) for name in names]
-    columns: dict[str, Any] = {"name": pa.array(names, pa.string())}
+    rows = [table.rows.get(name) for name in names.to_pylist()] if table else []
+    columns: dict[str, Any] = {"name": names}
     types = {"number": pa.float64(), "one": pa.string(), "many": pa.list_(pa.string())}
     for feature in table.features if table else ():
         values = [None if row is None else feature.values[row] for row in rows]
@@ -139,10 +135,10 @@ def write_users(folder: Path, names: list[str], table: UserTable | None) -> int:
     make_private(path)
     with path.open("wb") as file:
         pq.write_table(pa.table(columns), file, compression=_COMPRESSION)
-    return sum(row is None for row in rows) if table else 0
+    return sum(row is None for row in rows)
 
 
-def write_items(folder: Path, logged: LoggedItems, table: ItemTable | None) -> ItemCounts:
+def write_items(folder: Path, logged: Sequence[str], table: ItemTable | None) -> ItemCounts:
     """Write the items of the log and of the items' file, by id.
 
     Raises:
@@ -150,7 +146,8 @@ def write_items(folder: Path, logged: LoggedItems, table: ItemTable | None) -> I
         OSError: the file cannot be written.
     """
     listed = table.rows if table else {}
-    names = logged.names() + [name for name in listed if name not in logged]
+    of_log = set(logged)
+    names = [*logged, *(name for name in listed if name not in of_log)]
     rows = [listed.get(name) for name in names]
     titles = ["" if table is None or row is None else table.titles[row] for row in rows]
     ids = ItemNames.make(names, titles).ids  # refuses two names with the same id
@@ -179,19 +176,53 @@ def write_items(folder: Path, logged: LoggedItems, table: ItemTable | None) -> I
     )
 
 
-def _distinct(rows: Rows, counts: EventCounts, keep_duplicates: bool) -> Rows:
+def _distinct(parts: Iterable[Rows], counts: EventCounts, keep_duplicates: bool) -> Iterator[Rows]:
     """Count rows that are equal to an earlier one in everything, and leave them out."""
-    last = ("value", "action", "item", "time_us", "user")
-    names = [name for name in rows.dtype.names or () if name not in last]
-    order = np.lexsort([rows[name] for name in (*names, *last)])
-    is_equal = np.ones(max(0, len(rows) - 1), np.bool_)
-    for name in (*names, *last):
+    for rows in _whole_seconds(parts):
+        is_again = _is_again(rows)
+        counts.num_duplicates += int(is_again.sum())
+        yield rows if keep_duplicates or not is_again.any() else _of(rows, ~is_again)
+
+
+def _whole_seconds(parts: Iterable[Rows]) -> Iterator[Rows]:
+    """Part rows so that none has the user and the time of one in another part."""
+    waiting: list[Rows] = []
+    for rows in parts:
+        is_new = np.flatnonzero(_changes(rows))
+        if not len(is_new):
+            waiting.append(rows)
+            continue
+        cut = int(is_new[-1]) + 1
+        yield _joined([*waiting, _of(rows, slice(cut))])
+        waiting = [_of(rows, slice(cut, None))]
+    if waiting:
+        yield _joined(waiting)
+
+
+def _changes(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Whether each row but the last has another user or time than the next one."""
+    user, time = rows["user"], rows["time_us"]
+    changes: npt.NDArray[np.bool_] = (user[1:] != user[:-1]) | (time[1:] != time[:-1])
+    return changes
+
+
+def _is_again(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Whether each row is equal to an earlier one in everything; they are sorted by user and time."""
+    is_tie = np.zeros(len(rows["user"]), np.bool_)
+    is_same = ~_changes(rows)
+    is_tie[1:] |= is_same
+    is_tie[:-1] |= is_same
+    ties = np.flatnonzero(is_tie)
+    last = ("time_us", "user")
+    names = [*(name for name in rows if name not in last), *last]
+    order = ties[np.lexsort([rows[name][ties] for name in names])] if len(ties) else ties
+    is_equal = np.ones(max(0, len(order) - 1), np.bool_)
+    for name in names:
         column = rows[name][order]
         is_equal &= (column[1:] == column[:-1]) | ((column[1:] != column[1:]) & (column[:-1] != column[:-1]))  # NaN
-    is_again = np.zeros(len(rows), np.bool_)
+    is_again = np.zeros(len(is_tie), np.bool_)
     is_again[order[1:]] = is_equal
-    counts.num_duplicates += int(is_again.sum())
-    return rows if keep_duplicates else rows[~is_again]
+    return is_again
 
 
 def _grouped(parts: Iterator[Rows]) -> Iterator[Rows]:
@@ -200,13 +231,21 @@ def _grouped(parts: Iterator[Rows]) -> Iterator[Rows]:
     num_waiting = 0
     for rows in parts:
         waiting.append(rows)
-        num_waiting += len(rows)
+        num_waiting += len(rows["user"])
         if num_waiting >= GROUP_ROWS:
-            whole = np.concatenate(waiting)
+            whole = _joined(waiting)
             cut = num_waiting // GROUP_ROWS * GROUP_ROWS
             for at in range(0, cut, GROUP_ROWS):
-                yield whole[at : at + GROUP_ROWS]
-            waiting = [whole[cut:]]
+                yield _of(whole, slice(at, at + GROUP_ROWS))
+            waiting = [_of(whole, slice(cut, None))]
             num_waiting -= cut
     if num_waiting:
-        yield np.concatenate(waiting)
+        yield _joined(waiting)
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    return parts[0] if len(parts) == 1 else {name: np.concatenate([one[name] for one in parts]) for name in parts[0]}
+
+
+def _of(rows: Rows, places: Any) -> Rows:
+    return {name: column[places] for name, column in rows.items()}

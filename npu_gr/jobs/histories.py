@@ -32,14 +32,15 @@ from npu_gr.core.history import (
     HistoryRef,
     HistorySource,
     Mode,
+    OnUnsorted,
     UserFeaturesOrigin,
     UserKey,
     Write,
     Written,
+    oldest_first,
 )
 from npu_gr.core.names import difference
 from npu_gr.core.shares import Account, Shares
-from npu_gr.core.time_order import OnUnsorted, oldest_first
 from npu_gr.features.store import FailurePolicy, HistoryStore, StoredHistory
 from npu_gr.features.user_features import UserFeatures
 from npu_gr.metrics.registry import Metrics

@@ -20,10 +20,10 @@ from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotFound
 from npu_gr.core.feature_schema.columns import ModelFeatures
+from npu_gr.core.history import OnUnsorted
 from npu_gr.core.names import ActionNames, is_hashed
 from npu_gr.core.published import Published
 from npu_gr.core.served import ModelInfo
-from npu_gr.core.time_order import OnUnsorted
 from npu_gr.core.words import quoted
 from npu_gr.jobs.generation import Generation
 from npu_gr.jobs.histories import Histories

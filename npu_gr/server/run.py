@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.signals import stop_signals
+from npu_gr.core.process import stop_signals
 from npu_gr.core.tls import ServerTls
 from npu_gr.server.auth.rules import Address, is_loopback_name
 from npu_gr.server.config import ServerConfig

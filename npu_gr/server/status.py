@@ -12,7 +12,7 @@ import msgspec
 from npu_gr import __version__
 from npu_gr.core.errors import NotFound
 from npu_gr.core.kinds import KINDS, RANK, Kind
-from npu_gr.core.redact import redacted
+from npu_gr.core.secret import redacted
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.core.errors import ConfigError
-from npu_gr.dataset.log import read_log
+from npu_gr.dataset import read_log
 from npu_gr.features.interactions import Interactions, ItemValues, read_item_features
 
 

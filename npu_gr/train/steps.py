@@ -15,6 +15,7 @@ from npu_gr.core.errors import DataError
 
 LAST_BATCHES = 20  # steps whose mean loss is reported: one batch's loss is too noisy to read
 MAX_GRADIENT_NORM = 1.0
+WEIGHT_DECAY = 0.1  # AdamW's, of every matrix but the embedding tables
 BETAS = (0.9, 0.98)  # of AdamW; the second one is lower than its default, 0.999
 
 B = TypeVar("B")  # a batch, as `loss_of` takes it
@@ -46,11 +47,6 @@ class StepOptions(Protocol):
     @property
     def warm_up_ratio(self) -> float:
         """Share of the steps with a rising learning rate."""
-        ...
-
-    @property
-    def weight_decay(self) -> float:
-        """AdamW's decay of every matrix but the embedding table."""
         ...
 
     @property
@@ -94,7 +90,7 @@ class EpochTrainer(Generic[M]):
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": [*tables], "weight_decay": table_weight_decay},
-                {"params": matrices, "weight_decay": options.weight_decay},
+                {"params": matrices, "weight_decay": WEIGHT_DECAY},
                 {"params": vectors, "weight_decay": 0.0},
             ],
             lr=options.learning_rate,

@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import gc, sys, npu_gr.service.app
-from npu_gr.core.garbage import THRESHOLDS, freeze_imports
+from npu_gr.core.process import THRESHOLDS, freeze_imports
 gc.set_threshold(1, 1, 1)
 before = len(gc.get_objects())
 freeze_imports()

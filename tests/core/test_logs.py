@@ -13,7 +13,7 @@ import pytest
 
 from npu_gr.core import logs
 from npu_gr.core.logs import ATOMIC_BYTES, NewestLines, QueuedHandler, SeldomLog, log_line
-from npu_gr.core.redact import redacted
+from npu_gr.core.secret import redacted
 
 
 @contextmanager

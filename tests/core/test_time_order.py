@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.history import Events
-from npu_gr.core.time_order import oldest_first
+from npu_gr.core.history import Events, oldest_first
 
 TIMES = st.lists(st.integers(0, 5), max_size=8)
 

@@ -19,8 +19,8 @@ import pytest
 
 from npu_gr.core.certificate import expires_at
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.process import listening_sockets
 from npu_gr.core.settings import from_table
-from npu_gr.core.sockets import listening_sockets
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
 from npu_gr.server.tls_listener import TlsListener
 from tests.certificates import Authority, Pair

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare, read_log
 from npu_gr.dataset.actions import SAMPLE, ActionKind, OldActions, ValueSample, bucket_names, of_events, of_values
-from npu_gr.dataset.spill import ROW
 
 
 def sample(values: list[float]) -> ValueSample:
@@ -30,9 +29,7 @@ def write(path: Path, rows: list[tuple[str, object]], column: str = "event") -> 
 def test_event_types_stand_in_the_order_of_the_alphabet() -> None:
     actions = of_events(["view", "buy"], OldActions())
     assert actions.names == ["buy", "view"]
-    rows = np.zeros(3, ROW)
-    rows["action"] = [0, 1, 0]
-    assert actions.of(rows).tolist() == [1, 0, 1]
+    assert actions.of({"action": np.array([0, 1, 0])}).tolist() == [1, 0, 1]
 
 
 def test_a_dataset_that_is_prepared_again_keeps_its_actions(tmp_path: Path) -> None:

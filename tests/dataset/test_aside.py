@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.dataset import aside, prepare, read_dataset, spill, write
+from npu_gr.dataset import files, prepare, read_dataset, table, write
 from tests.dataset.logs import EVENTS, write_csv
 
 
@@ -37,11 +38,15 @@ def no_space(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize("what", ["_write_all", "write_users", "fsync"])
+def no_space_of_duckdb(*_: object) -> None:
+    raise duckdb.IOException('IO Error: Could not write file "spill/more": No space left on device')
+
+
+@pytest.mark.parametrize("what", ["duckdb", "write_users", "fsync"])
 def test_a_full_disk_keeps_what_was_there(what: str, log: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(out)
-    if what == "_write_all":
-        monkeypatch.setattr(spill, what, no_space)
+    if what == "duckdb":
+        monkeypatch.setattr(table.SourceTable, "load", no_space_of_duckdb)
     elif what == "write_users":
         monkeypatch.setattr("npu_gr.dataset.build.write_users", no_space)
     else:
@@ -115,7 +120,7 @@ def test_a_run_that_begins_as_another_ends_keeps_its_folder(
             other.mkdir()
             (other / "half").touch()
 
-    monkeypatch.setattr(aside, "_sync", sync)
+    monkeypatch.setattr(files, "_sync", sync)
     prepare(log, out)
     assert (other / "half").exists()
 

@@ -14,7 +14,7 @@ import pytest
 
 from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare, read_dataset, read_log
-from npu_gr.dataset.spill import NUM_PARTS
+from npu_gr.dataset.logs import NUM_PARTS
 from npu_gr.dataset.summary import summary
 from npu_gr.features.interactions import FeatureColumn, Interactions
 from npu_gr.train.data import build_log
@@ -138,8 +138,7 @@ def test_a_dataset_that_is_older_than_features_has_none(tmp_path: Path) -> None:
     assert len(read_dataset(tmp_path / "data").interactions()) == 4
 
 
-def test_features_survive_a_spill_that_is_parted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.dataset.spill.MAX_ROWS", 8)
+def test_features_stay_with_their_events_when_these_are_sorted(tmp_path: Path) -> None:
     users = np.arange(100) % 5 * NUM_PARTS
     times = 100_000_000 + np.random.default_rng(0).permutation(100)
     frame = {

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import DataError
-from npu_gr.dataset import PrepareOptions, blocks, prepare, read_log, rejects
-from npu_gr.dataset.delimited import DelimitedSource
+from npu_gr.dataset import PrepareOptions, lines, prepare, read_log, table
+from npu_gr.dataset.engine import in_memory
+from npu_gr.dataset.lines import ignore_progress
 from npu_gr.dataset.rejects import RejectReason
-from npu_gr.dataset.source import ignore_reject
-from npu_gr.dataset.tables import ParquetSource
+from npu_gr.dataset.sources import open_source
+from npu_gr.dataset.table import SourceTable
 
 HEAD = b"user_id,item_id,ts,note\n"
 GOOD = b"u,i,1700000000,x\n"
@@ -99,7 +100,7 @@ def test_a_bare_carriage_return_ends_no_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_bytes", [16, 40, 90])
 def test_blocks_end_anywhere(num_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", num_bytes)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", num_bytes)
     rows = [f'u{at},"i\n{at}",{1_700_000_000 + at},"a, ""b"""' for at in range(40)]
     rows[7] = "bad"
     (tmp_path / "log.csv").write_text("\ufeff" + HEAD.decode() + "\n".join(rows), encoding="utf-8")
@@ -152,10 +153,9 @@ def test_rows_of_a_table_are_named(tmp_path: Path) -> None:
 
 def test_progress_ends_with_the_whole(tmp_path: Path) -> None:
     pq.write_table(pa.table({"user_id": ["u"] * 3, "item_id": [1, 2, 3], "ts": [1_700_000_000] * 3}), tmp_path / "a.pq")
-    told: list[float] = []
-    for _ in ParquetSource(tmp_path / "a.pq").batches(["ts"], ignore_reject, told.append):
-        pass
-    assert told == [1.0]
+    told: list[tuple[str, float]] = []
+    prepare(tmp_path / "a.pq", tmp_path / "data", on_stage=lambda *stage: told.append(stage))
+    assert dict(told) == {"reading": 1.0, "sorting": 1.0}
 
 
 def test_a_column_that_a_table_has_twice_is_named(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_log_that_is_mostly_garbage_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_file_of_rejected_rows_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejects, "MAX_WRITTEN", 3)
+    monkeypatch.setattr(table, "MAX_WRITTEN", 3)
     (tmp_path / "log.csv").write_bytes(HEAD + GOOD + b"x" * 10_000 + b"\n" + b"bad\n" * 99)
     prepared = prepare(tmp_path / "log.csv", tmp_path / "data", lenient())
     assert prepared.num_rejected == 100
@@ -232,7 +232,7 @@ def test_of_a_file_that_is_cut_short_it_says_how_much_was_read(tmp_path: Path) -
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.csv: no such file"):
         prepare(tmp_path / "none.csv", tmp_path / "data")
-    with pytest.raises(DataError, match="a folder; give a file"):
+    with pytest.raises(DataError, match=r"a folder without a log; known suffixes: \.csv"):
         prepare(tmp_path, tmp_path / "data")
     nothing: Any = [1, 2]
     with pytest.raises(DataError, match="a list is no log"):
@@ -252,15 +252,13 @@ def test_any_bytes_are_a_log_or_are_refused(content: bytes, tmp_path_factory: py
     """Each line is a row, a part of one, or rejected: none is lost."""
     path = tmp_path_factory.mktemp("x") / "log.csv"
     path.write_bytes(b"user_id,item_id\n" + content)
-    seen: list[int] = []
-    source = DelimitedSource(path)
-
-    def on_reject(number: int, _reason: RejectReason, _row: str) -> None:
-        seen.append(number)
-
-    for batch in source.batches(["user_id", "item_id"], on_reject, lambda _: None):
-        seen += batch.numbers.tolist()
-        [batch.text(row) for row in range(len(batch.numbers))]
+    source = open_source(path)
+    with in_memory() as con:
+        found = SourceTable(
+            con, "log", source, ["user_id", "item_id"], lambda cells: f"SELECT *, state AS reason FROM ({cells})"
+        )
+        found.load(ignore_progress)
+        seen = [n + 2 for (n,) in con.execute("SELECT n FROM log WHERE reason >= 0").fetchall()]
     assert len(set(seen)) == len(seen)
     assert set(seen) <= set(range(2, content.count(b"\n") + 3))
     if b'"' not in content:

@@ -10,10 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from npu_gr.dataset.spill import ROW
-
 NUM_USERS = 500
-ROW_BYTES = ROW.itemsize  # of a reader that held all rows, at least
+ROW_BYTES = 32  # of a reader that held all rows, at least
 CODE = """
 import resource, sys
 from npu_gr.dataset import prepare

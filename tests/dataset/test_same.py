@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.dataset import PreparedDataset, PrepareOptions, prepare
-from npu_gr.dataset.names import MISSING
-from npu_gr.dataset.spill import ROW, Spill
+from npu_gr.dataset.cells import MISSING
+from npu_gr.dataset.write import _grouped, _is_again, _whole_seconds
 from tests.dataset.logs import WRITERS, Event, table
 
 FRACTION = re.compile(r".*\.0|[\d_]+[eE][+-]?[\d_]+")  # a column of nothing else is taken for measurements
@@ -59,34 +57,35 @@ def test_a_format_changes_nothing(events: list[Event], tmp_path_factory: pytest.
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    users=st.lists(st.integers(0, 300), min_size=1, max_size=300),
-    most=st.integers(1, 20),
-    chunk=st.integers(1, 100),
-)
-def test_parts_are_sorted_and_whole(
-    users: list[int], most: int, chunk: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """However many rows a part may have: users together, times rising, and equal times in file order."""
-    table = np.zeros(len(users), ROW)
-    table["user"] = users
-    table["item"] = np.arange(len(users))
-    table["time_us"] = np.arange(len(users)) % 3
+@given(rows=st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=1, max_size=60), chunk=st.integers(1, 20))
+def test_what_repeats_is_found_across_batches(rows: list[tuple[int, int, int]], chunk: int) -> None:
+    """However DuckDB parts sorted rows: of those that are equal in everything the first stays, and groups are whole."""
+    rows = sorted(rows, key=lambda row: row[:2])
+    parts = [rows[at : at + chunk] for at in range(0, len(rows), chunk)]
+    columns = ("user", "time_us", "item")
+    batches = [dict(zip(columns, np.array(part).T, strict=True)) for part in parts]
+    found = []
+    for part in _whole_seconds(batches):
+        is_again = _is_again(part)
+        found += [tuple(row) for row in np.stack([part[name] for name in columns]).T[~is_again].tolist()]
+    assert found == list(dict.fromkeys(rows))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("npu_gr.dataset.spill.MAX_ROWS", most)
-        patch.setattr("npu_gr.dataset.spill.NUM_PARTS", 4)
-        spill = Spill(tmp_path_factory.mktemp("x") / "spill")
-        for at in range(0, len(table), chunk):
-            spill.add(table[at : at + chunk])
-        found = [tuple(row) for row in _all(spill)]
-    order = list(dict.fromkeys(row[0] for row in found))  # of the users, whichever it is
-    assert found == sorted(table.tolist(), key=lambda row: (order.index(row[0]), row[3], row[2]))
-    assert not spill._folder.exists()
+        patch.setattr("npu_gr.dataset.write.GROUP_ROWS", 7)
+        sizes = [len(group["user"]) for group in _grouped(iter(batches))]
+    assert sum(sizes) == len(rows)
+    assert set(sizes[:-1]) <= {7}
 
 
-def _all(spill: Spill) -> Iterator[Any]:
-    for part in spill.parts():
-        yield from part.tolist()
+def test_rows_keep_the_order_of_their_file_on_many_threads(tmp_path: Path) -> None:
+    """Larger than what one thread of DuckDB reads at once."""
+    num_rows = 400_000
+    rows = "".join(f"u{at % 3},item-{at:07d},1700000000,view\n" for at in range(num_rows))
+    (tmp_path / "log.csv").write_text("user_id,item_id,ts,event\n" + rows)
+    dataset = prepare(tmp_path / "log.csv", tmp_path / "data").dataset
+    log = dataset.interactions()
+    assert log.user_names == ["u0", "u1", "u2"]
+    names = dataset.names.names(log.items)
+    assert names == [f"item-{at:07d}" for user in range(3) for at in range(user, num_rows, 3)]
 
 
 def test_pandas_and_polars_say_the_same(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from npu_gr.core.words import counted
 from npu_gr.dataset import prepare
-from npu_gr.dataset.side_notes import notes_of
+from npu_gr.dataset.side import notes_of
 
 NAMES = [f"u{n}" for n in range(20)]
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from npu_gr.core.garbage import freeze_imports
+from npu_gr.core.process import freeze_imports
 from npu_gr.matching.vectors import save
 from npu_gr.server.run import serve
 from npu_gr.service.app import instance

@@ -94,6 +94,7 @@ class Fleet:
         self.admin_port = free_port()
         self.instances: dict[str, Process] = {}
         self._ports: dict[str, int] = {}
+        self._agents: dict[str, int] = {}
         self.router = Process(folder / "router.log", "npu_gr", "route", "--config", str(folder / "router.yaml"))
         if not is_light:
             write_checkpoint(folder / "old")
@@ -113,7 +114,12 @@ class Fleet:
             "features": {"kind": "none"},
             "trigger": {"min_prefix_tokens": 4, "policy": "always"},
             "relay": {"t_life_s": self.times.t_life_s},
-            "server": {"port": port, "admin_port": 0, "drain_grace_s": 4.0},
+            "server": {
+                "port": port,
+                "admin_port": 0,
+                "agent_port": self._agents.setdefault(name, free_port()),
+                "drain_grace_s": 4.0,
+            },
             "service": {"selfcheck_ratio": 0.0},
         }
         path = self._folder / f"{name}.yaml"
@@ -123,7 +129,10 @@ class Fleet:
 
     def announce(self, *names: str) -> None:
         """Write the list of instances that the router reads."""
-        rows = [{"name": name, "host": "127.0.0.1", "port": self._ports[name]} for name in names]
+        rows = [
+            {"name": name, "host": "127.0.0.1", "port": self._ports[name], "agent_port": self._agents.get(name, 0)}
+            for name in names
+        ]
         path = self._folder / "instances.yaml"
         path.with_suffix(".new").write_text(yaml.safe_dump({"instances": rows}))
         path.with_suffix(".new").replace(path)

@@ -12,7 +12,7 @@ import time
 import uvloop
 from aiohttp import web
 
-from npu_gr.core.signals import stop_signals
+from npu_gr.core.process import stop_signals
 from npu_gr.server.http import NOT_TAKEN
 
 T_LIFE_S = 1.0

@@ -8,7 +8,7 @@ import sys
 import weakref
 from pathlib import Path
 
-from npu_gr.core.garbage import freeze_imports
+from npu_gr.core.process import freeze_imports
 from tests.service.test_reload import File, gone
 from tests.serving import serving
 
@@ -16,7 +16,7 @@ CODE = """
 import asyncio, gc, sys
 from pathlib import Path
 import npu_gr.service.app
-from npu_gr.core.garbage import freeze_imports
+from npu_gr.core.process import freeze_imports
 from tests.service.test_reload import File
 from tests.serving import serving
 

@@ -17,10 +17,9 @@ from npu_gr.core.feature_schema.columns import Columns, OneRow, as_columns, know
 from npu_gr.core.feature_schema.encode import Values as ColumnValues
 from npu_gr.core.feature_schema.encode import as_column
 from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Feature
-from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey
+from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, oldest_first
 from npu_gr.core.kinds import A, Q
 from npu_gr.core.names import FIRST_HASHED, MAX_NAME_BYTES, Names, item_ids
-from npu_gr.core.time_order import oldest_first
 from npu_gr.core.words import quoted
 from npu_gr.server.codec import bulk
 from npu_gr.server.config import ServerConfig

@@ -32,7 +32,7 @@ import msgspec
 
 from npu_gr import __version__
 from npu_gr.core.errors import Overloaded
-from npu_gr.core.redact import redacted
+from npu_gr.core.secret import redacted
 
 log = logging.getLogger(__name__)
 

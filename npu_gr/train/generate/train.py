@@ -50,6 +50,7 @@ from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
 from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
 
 SPLIT: Split = "leave-one-out"
+COMPANY_WINDOW = 5  # items at most so many events apart are neighbours
 M = TypeVar("M", bound=nn.Module)  # what is trained
 
 
@@ -60,7 +61,6 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     code_count: Annotated[tuple[Count, ...], Meta(min_length=1, description="codes of each level")] = (64, 64)
     vector_dim: Annotated[Count, Meta(description="most dimensions of the neighbours' part of an item vector")] = 64
-    company_window: Annotated[Count, Meta(description="items at most so many events apart are neighbours")] = 5
 
     given_tokens: Annotated[
         Literal["nodes", "codes"],
@@ -79,8 +79,6 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     batch_tokens: Annotated[Count, Meta(description="tokens of one step, padding included")] = 2048
     learning_rate: Annotated[Positive, Meta(description="highest rate, at the end of the warm-up")] = 3e-3
     warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.05
-    weight_decay: Annotated[Weight, Meta(description="of matrices")] = 0.1
-    code_weight_decay: Annotated[Weight, Meta(description="weight decay of the codes' embeddings")] = 0.0
     dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.2
     skip_ratio: Annotated[DropoutRatio, Meta(description="share of the events that an epoch leaves out")] = 0.0
     swap_ratio: Annotated[
@@ -208,7 +206,7 @@ def _codes(
     if path is not None:
         given = read_codes(path, log.item_ids)
         return nodes_of(given) if options.given_tokens == "nodes" else given
-    vectors = item_vectors(log, features, options.vector_dim, options.company_window, options.seed)
+    vectors = item_vectors(log, features, options.vector_dim, COMPANY_WINDOW, options.seed)
     uses = np.bincount(log.items[log.trained], minlength=log.num_items)
     return residual_codes(vectors, options.code_count, uses, options.seed)
 
@@ -235,7 +233,7 @@ def _new_model(log: InteractionLog, codes: ItemCodes, options: GenerateOptions) 
     model = Decoder(config)
     start(model, torch.Generator().manual_seed(options.seed))
     if options.code_length:
-        vectors = item_vectors(log, [], min(options.vector_dim, options.dim), options.company_window, options.seed)
+        vectors = item_vectors(log, [], min(options.vector_dim, options.dim), COMPANY_WINDOW, options.seed)
         means = codes.means(vectors)
         units = np.concatenate([of_level / (_mean_length(of_level) or 1.0) for of_level in means])
         with torch.no_grad():
@@ -336,7 +334,7 @@ def _steps(
         model,
         options,
         tables=tables,
-        table_weight_decay=options.code_weight_decay,
+        table_weight_decay=0.0,
         stage=stage,
         progress=progress,
     )

@@ -1,28 +1,26 @@
 """Draw negatives from easy to hard, by Katz centrality: the closer two nodes' centralities, the harder.
 
     difficulty   of a negative v for an anchor u: -|log c_u - log c_v|
-    pacing       share(x) = min(1, start + (1 - start) x^p), x = done share of the stage
+    pacing       share(x) = s + (1 - s) x, x = done share of the stage, s = START_SHARE
 
 Source: SCCDR (arXiv:2502.16239) orders negatives by a pre-computed Katz centrality; both formulas are our reading.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+START_SHARE = 0.3
 
-def share(done_ratio: float, start: float, power: float) -> float:
+
+def share(done_ratio: float) -> float:
     """Compute the share of all negatives, the easiest ones, that may be drawn at a point of the stage.
 
     Args:
         done_ratio: done share of the stage, 0 .. 1.
-        start: share at its start, in (0, 1].
-        power: 1 raises the share evenly; more raises it late.
     """
-    return min(1.0, start + (1 - start) * math.pow(done_ratio, power))
+    return min(1.0, START_SHARE + (1 - START_SHARE) * done_ratio)
 
 
 class Negatives:

@@ -117,23 +117,14 @@ class GraphEncoder(nn.Module):
 
 
 class Projector(nn.Module):
-    """Maps vectors of the target domain into the source's space: by nothing, a matrix, or a two-layer network.
+    """Maps vectors of the target domain into the source's space by a matrix, which starts as the identity."""
 
-    It starts as the identity (with `mlp`: leaky ReLU of it).
-    """
-
-    def __init__(self, dim: int, kind: Literal["none", "linear", "mlp"]) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.hidden = nn.Linear(dim, dim) if kind == "mlp" else None
-        self.matrix = None if kind == "none" else nn.Linear(dim, dim, bias=False)
-        if self.matrix is not None:
-            nn.init.eye_(self.matrix.weight)
-        if self.hidden is not None:
-            nn.init.eye_(self.hidden.weight)
-            nn.init.zeros_(self.hidden.bias)
+        self.matrix = nn.Linear(dim, dim, bias=False)
+        nn.init.eye_(self.matrix.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., d] -> [..., d]."""
-        if self.hidden is not None:
-            x = torch.nn.functional.leaky_relu(self.hidden(x), LEAK)
-        return x if self.matrix is None else self.matrix(x)
+        projected: Tensor = self.matrix(x)
+        return projected

@@ -40,7 +40,6 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     activation: Annotated[
         Literal["none", "tanh", "leaky_relu"], Meta(description="after each matrix of the encoder")
     ] = "none"
-    projector: Annotated[Literal["none", "linear", "mlp"], Meta(description="between the domains' vectors")] = "linear"
     dim: Annotated[Count, Meta(description="width of a vector")] = 64
     num_layers: Annotated[Count, Meta(description="hops in the graph")] = 2
 
@@ -63,15 +62,9 @@ class MatchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lambda_inter: Annotated[Weight, Meta(description="of the inter-domain losses")] = 1.0
     tau: Annotated[Positive, Meta(description="temperature of the inter-domain losses")] = 0.2
     learning_rate: Annotated[Positive, Meta(description="of the embedding tables")] = 2e-2
-    matrix_learning_rate: Annotated[Positive, Meta(description="of all other weights")] = 1e-3
-    inter_learning_rate_ratio: Annotated[Positive, Meta(description="factor of both in the inter-domain stage")] = 0.2
-    start_share: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="curriculum: share of the negatives, the easiest, at the start")
-    ] = 0.3
     pacing_looks: Annotated[
         Count, Meta(description="curriculum: validations of the stage after which every negative may be drawn")
     ] = 4
-    pacing_power: Annotated[Positive, Meta(description="curriculum: 1 adds negatives evenly, more adds later")] = 1.0
 
 
 class TrainingStage(NamedTuple):
@@ -101,9 +94,8 @@ def stages(options: MatchOptions) -> list[TrainingStage]:
 
 # Options that the stages before the inter-domain one do not read.
 _INTER_OPTIONS: tuple[str, ...] = (
-    *("aligned", "neighbour", "stop_gradient", "curriculum", "projector", "inter_steps", "batch_anchors"),
-    *("num_inter_negatives", "lambda_intra", "lambda_inter", "tau", "inter_learning_rate_ratio"),
-    *("start_share", "pacing_looks", "pacing_power"),
+    *("aligned", "neighbour", "stop_gradient", "curriculum", "inter_steps", "batch_anchors"),
+    *("num_inter_negatives", "lambda_intra", "lambda_inter", "tau", "pacing_looks"),
 )
 
 

@@ -44,6 +44,9 @@ from npu_gr.train.match.options import MatchOptions, TrainingStage, shared_key, 
 from npu_gr.train.match.propagation import katz
 from npu_gr.train.steps import EarlyStopping
 
+MATRIX_LEARNING_RATE = 1e-3  # of all weights but the embedding tables
+INTER_LEARNING_RATE_RATIO = 0.2  # factor of both rates in the inter-domain stage
+
 
 class StageProgress(NamedTuple):
     """How far a stage is."""
@@ -106,8 +109,8 @@ class Trainer:
         self._judge = data.judge()
         self.source = self._encoder("source", data.source, None)
         self.target = self._encoder("target", data.target, self.source.users if options.users == "shared" else None)
-        self.project_users = Projector(options.dim, options.projector)
-        self.project_items = Projector(options.dim, options.projector)
+        self.project_users = Projector(options.dim)
+        self.project_items = Projector(options.dim)
         self._edges = {"source": _Edges(data.source, options), "target": _Edges(data.target, options)}
         self._prior = log_popularity(data.target.degrees()[1]) if options.prior else None
         self._in_source = np.flatnonzero(data.source.degrees()[0])
@@ -197,7 +200,7 @@ class Trainer:
                 self.target.users[self._in_source] = vectors * (EMBEDDING_STD / vectors.std())
         if stage.name == "inter":
             self._load_weights(self._best_state)
-        ratio = options.inter_learning_rate_ratio if stage.name == "inter" else 1.0
+        ratio = INTER_LEARNING_RATE_RATIO if stage.name == "inter" else 1.0
         modules: list[nn.Module] = [getattr(self, name) for name in stage.moves]
         tables = {id(table): table for module in modules for table in (module.users, module.items)}
         if stage.inter:
@@ -205,7 +208,7 @@ class Trainer:
         others = {id(p): p for module in modules for p in module.parameters() if id(p) not in tables}
         groups = [{"params": list(tables.values()), "lr": options.learning_rate * ratio}]
         if others:
-            groups.append({"params": list(others.values()), "lr": options.matrix_learning_rate * ratio})
+            groups.append({"params": list(others.values()), "lr": MATRIX_LEARNING_RATE * ratio})
         self._optimizer = torch.optim.Adam(groups, foreach=True)
 
     @torch.no_grad()
@@ -248,7 +251,7 @@ class Trainer:
         options = self.options
         losses = []
         done = min(1.0, self._step / (options.pacing_looks * options.evaluate_every))
-        easiest = share(done, options.start_share, options.pacing_power) if options.curriculum else 1.0
+        easiest = share(done) if options.curriculum else 1.0
         size = (options.batch_anchors, options.num_inter_negatives)
         if options.aligned:
             users, matches = self._bridge.users(*size, easiest, self._generator)

@@ -31,6 +31,7 @@ from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
 
 NEIGHBOURS = 5  # two items of a history stand near each other if they are at most so many events apart
 LINEAR_DEVIATION = 0.02  # of the weights of layers and head at the start: a layer begins as little more than nothing
+ACTION_DEVIATION = 0.06  # standard deviation of the action embeddings at the start
 ITEM_NOISE = 0.005  # standard deviation of what is added to the item embeddings at the start
 CLICK_AFTER = 0.1  # share of the training before which the retrieval's softmax says nothing yet to draw from
 
@@ -177,7 +178,7 @@ def new_model(
                 if isinstance(linear, nn.Linear):
                     nn.init.normal_(linear.weight, std=LINEAR_DEVIATION)
                     nn.init.zeros_(linear.bias)
-        nn.init.normal_(model.action.weight, std=options.action_deviation)
+        nn.init.normal_(model.action.weight, std=ACTION_DEVIATION)
         if options.item_length:
             near = torch.from_numpy(item_vectors(log, [], options.dim, NEIGHBOURS, options.seed))
             nn.init.normal_(model.item.weight, std=ITEM_NOISE)

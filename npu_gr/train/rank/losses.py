@@ -30,6 +30,8 @@ from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.tasks import Labels
 
+NUM_CLICK_DRAWS = 8  # items drawn at once: so many from the retrieval's own softmax, so many from all
+
 
 class Retrieved(NamedTuple):
     """The retrieval's softmax at every event of a batch: the event's own item against the others."""
@@ -178,7 +180,7 @@ def _click_loss(
 ) -> Tensor:
     some = _sample_places(batch.valid, options.click_ratio)
     true = batch.items.gather(1, some)[..., None]
-    drawn, log_weight = draw_candidates(model, found, batch, some, options.num_click_draws)
+    drawn, log_weight = draw_candidates(model, found, batch, some, NUM_CLICK_DRAWS)
     candidates = torch.cat([true, drawn], dim=-1)
     events = batch.events.gather(1, some)
     rows = encoded.rows(candidates, some, inputs.request(events), inputs.cross_of(events, candidates))

@@ -83,7 +83,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_tokens: Annotated[Count, Meta(description="events of one step, padding included")] = 1024
     learning_rate: Annotated[Positive, Meta(description="highest rate, at the end of the warm-up")] = 3e-3
     warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.05
-    weight_decay: Annotated[Weight, Meta(description="of matrices")] = 0.1
     item_weight_decay: Annotated[Weight, Meta(description="of item embeddings, which overfit first")] = 0.5
     dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.3
     row_dropout: Annotated[
@@ -95,9 +94,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     item_length: Annotated[
         Weight, Meta(description="of the item embeddings at the start, which say what stands near what; 0 = random")
     ] = 0.3
-    action_deviation: Annotated[
-        Weight, Meta(description="standard deviation of the action embeddings at the start")
-    ] = 0.06
 
     max_softmax_items: Annotated[
         Count, Meta(description="largest catalogue of which every item is in the softmax of the next one")
@@ -109,16 +105,9 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ordinal_weight: Annotated[Weight, Meta(description="of the auxiliary head beside the binary tasks")] = 0.5
     click_weight: Annotated[Weight, Meta(description="of the next item's logit in the loss")] = 0.3
     click_ratio: Annotated[Share, Meta(description="share of the events that get items drawn for that logit")] = 0.05
-    num_click_draws: Annotated[
-        Count, Meta(description="items drawn at once: so many from the retrieval's own softmax, so many from all")
-    ] = 8
     num_retrieved: Annotated[
         Count, Meta(description="retrieved items of the lists that the order is fitted on, and that it is evaluated on")
     ] = 200
-    num_followers: Annotated[
-        int,
-        Meta(ge=0, description="items of these lists that follow the user's last events, beside the retrieved ones"),
-    ] = 100
     num_neighbours: Annotated[
         int,
         Meta(ge=0, description="items of these lists that the users of the history's items have, beside the others"),

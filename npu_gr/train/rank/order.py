@@ -102,6 +102,9 @@ def count_transitions(log: InteractionLog, task: str) -> Order:
     )
 
 
+NUM_FOLLOWERS = 100  # items of a list that follow the user's last events, beside the retrieved ones
+
+
 class ListSizes(NamedTuple):
     """How long a list is."""
 

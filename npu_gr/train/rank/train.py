@@ -34,7 +34,7 @@ from npu_gr.train.rank.fit import Fitted, GivesUp, fit
 from npu_gr.train.rank.held_out import HeldOutEvents, hold_out
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import ListSizes
+from npu_gr.train.rank.order import NUM_FOLLOWERS, ListSizes
 from npu_gr.train.rank.order_choice import ChosenOrder, choose_order
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.search import SearchedOptions, search
@@ -139,7 +139,7 @@ def train_rank(
 
 
 def _sizes(options: TrainOptions) -> ListSizes:
-    return ListSizes(options.num_retrieved, options.num_followers, options.num_neighbours)
+    return ListSizes(options.num_retrieved, NUM_FOLLOWERS, options.num_neighbours)
 
 
 def _evaluate(

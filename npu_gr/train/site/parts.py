@@ -133,7 +133,7 @@ def _publish(trained: TrainedGenerator, features: Sequence[ItemValues], options:
 def _of_codes(options: SiteOptions) -> object:
     """Take what decides the semantic IDs, which the ranker reads too."""
     generate = options.generate
-    return generate.seed, generate.code_count, generate.vector_dim, generate.company_window
+    return generate.seed, generate.code_count, generate.vector_dim
 
 
 def _stands(split: Split, num_trained: int, what: str) -> str:

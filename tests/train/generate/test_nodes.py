@@ -27,7 +27,7 @@ from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
 from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, nodes_of
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
 from npu_gr.train.generate.retrieval import GeneratorJudge
-from npu_gr.train.generate.train import TrainedGenerator, _new_model, train_generator
+from npu_gr.train.generate.train import COMPANY_WINDOW, TrainedGenerator, _new_model, train_generator
 from tests.train.generate.test_train import ONE, TINY
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -152,7 +152,7 @@ def test_nodes_start_where_all_of_their_items_stand(trained: TrainedGenerator) -
     log, codes = trained.log, trained.codes
     options = msgspec.structs.replace(TINY, code_length=0.5)
     moved = _new_model(log, codes, options).embedding.weight - _new_model(log, codes, TINY).embedding.weight
-    vectors = item_vectors(log, [], TINY.vector_dim, TINY.company_window, TINY.seed)
+    vectors = item_vectors(log, [], TINY.vector_dim, COMPANY_WINDOW, TINY.seed)
     for level, start in enumerate(moved.detach().split(codes.code_count)):
         for node, row in enumerate(start):
             mean = torch.from_numpy(vectors[codes.sids[:, level] == node].mean(0))

@@ -24,6 +24,7 @@ from npu_gr.train.generate.causal import encode, next_logits
 from npu_gr.train.generate.codes import item_vectors
 from npu_gr.train.generate.retrieval import GeneratorJudge, RetrievalFigures, baseline_figures
 from npu_gr.train.generate.train import (
+    COMPANY_WINDOW,
     CodeLoss,
     GenerateOptions,
     TrainedGenerator,
@@ -66,7 +67,7 @@ def test_codes_may_start_where_their_items_stand(trained: TrainedGenerator) -> N
     log, codes = trained.log, trained.codes
     options = msgspec.structs.replace(TINY, code_length=0.5)
     moved = _new_model(log, codes, options).embedding.weight - _new_model(log, codes, TINY).embedding.weight
-    means = codes.means(item_vectors(log, [], TINY.vector_dim, TINY.company_window, TINY.seed))
+    means = codes.means(item_vectors(log, [], TINY.vector_dim, COMPANY_WINDOW, TINY.seed))
     for level, (start, want) in enumerate(zip(moved.detach().split(codes.code_count), means, strict=True)):
         lengths = start.norm(dim=1)
         assert lengths[lengths > 1e-6].mean().item() == pytest.approx(0.5, rel=1e-4), level

@@ -24,9 +24,8 @@ def test_without_a_curriculum_every_node_is_drawn() -> None:
     assert len(drawn.unique()) == 20
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-def test_the_share_rises_from_the_start_to_all(power: float) -> None:
-    shares = [share(done / 10, 0.3, power) for done in range(11)]
+def test_the_share_rises_from_the_start_to_all() -> None:
+    shares = [share(done / 10) for done in range(11)]
     assert shares[0] == pytest.approx(0.3)
     assert shares[-1] == 1
     assert shares == sorted(shares)

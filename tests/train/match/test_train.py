@@ -82,7 +82,7 @@ def test_the_curriculum_is_paced_by_validations_not_by_the_longest_stage(
 ) -> None:
     seen: list[float] = []
 
-    def note(done: float, start: float, power: float) -> float:
+    def note(done: float) -> float:
         seen.append(done)
         return 1.0
 

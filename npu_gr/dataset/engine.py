@@ -1,0 +1,77 @@
+"""DuckDB as `prepare` runs it: what it may use, its errors in our words, and a table of what was read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from npu_gr.core.errors import DataError
+from npu_gr.core.words import cut
+from npu_gr.dataset.cells import duckdb
+
+LEAST_MB, MOST_MB = 100, 512  # of memory for DuckDB, a third of the logs between them; what does not fit goes to disk
+PACKED_RATIO = 5  # of the bytes of a packed file to what is in it
+MAX_THREADS = 4
+_CONFIG: dict[str, Any] = {
+    "memory_limit": f"{LEAST_MB}MB",
+    "threads": min(MAX_THREADS, os.cpu_count() or 1),
+    "python_enable_replacements": False,
+    "autoinstall_known_extensions": False,
+    "autoload_known_extensions": False,
+}
+
+
+@contextmanager
+def opened(folder: Path, num_bytes: int) -> Iterator[Any]:
+    """Yield a connection whose tables go to a folder where they are large: its owner's alone, deleted in the end.
+
+    Args:
+        folder: made.
+        num_bytes: of what is read, as far as it is known.
+    """
+    folder.mkdir(mode=0o700)
+    try:
+        with in_memory(folder) as con:
+            con.execute(f"SET memory_limit = '{min(MOST_MB, max(LEAST_MB, num_bytes // 3_000_000))}MB'")
+            yield con
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def in_memory(folder: Path | None = None) -> Iterator[Any]:
+    """Yield a connection for a first look; or one that may write into a folder."""
+    with duckdb.connect(config=_CONFIG | {"temp_directory": str(folder or "")}) as con:
+        for setting in ("TimeZone = 'UTC'", "enable_progress_bar = true", "enable_progress_bar_print = false"):
+            con.execute(f"SET {setting}")  # without a bar there is no `query_progress`
+        yield con
+
+
+@contextmanager
+def told(name: str, remedy: str = "") -> Iterator[None]:
+    """Say an error of DuckDB's in our words.
+
+    Raises:
+        DataError: what is read is broken. OSError: the disk is full. KeyboardInterrupt: it was interrupted.
+    """
+    try:
+        yield
+    except duckdb.InterruptException as error:
+        raise KeyboardInterrupt from error
+    except duckdb.OutOfMemoryException as error:
+        raise DataError(f"{name}: over {MOST_MB} MB of memory are needed; prepare it in parts") from error
+    except duckdb.Error as error:
+        raise_if_full(error)
+        first = str(error).partition("\n")[0]
+        raise DataError(f"{name}: {cut(first.partition('Error: ')[2] or first, 200)}{remedy}") from error
+
+
+def raise_if_full(error: Exception) -> None:
+    """Raise an error of DuckDB's as OSError if the disk is full."""
+    if os.strerror(errno.ENOSPC) in str(error):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error

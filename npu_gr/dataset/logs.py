@@ -1,0 +1,351 @@
+"""A log in DuckDB: what counts of each row, why it cannot be used, and codes for its names.
+
+log           a row of the log: reason, user, item, time_us, and event or value, and f0, f1, ... of its features
+users, items, events, feature_0, ...   each distinct text: its code, by the first row that has it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import numpy.typing as npt
+
+from npu_gr.core.errors import DataError
+from npu_gr.core.names import MAX_NAME_BYTES, item_ids
+from npu_gr.core.words import quoted
+from npu_gr.dataset.actions import Actions, OldActions, ValueSample, of_events, of_values, one_action
+from npu_gr.dataset.cells import (
+    JOINT,
+    Cells,
+    has_point,
+    is_list_type,
+    is_missing_sql,
+    name_sql,
+    number_sql,
+    pa,
+    pc,
+    values_of,
+    values_sql,
+)
+from npu_gr.dataset.columns import MAX_EVENT_TYPES, Column, LogColumns, cells_of, choose_log_columns
+from npu_gr.dataset.lines import NESTED, OnProgress
+from npu_gr.dataset.options import PrepareOptions
+from npu_gr.dataset.rejects import CODES, MAX_EVENT_CHARS, MAX_ROW_CHARS, MAX_USER_CHARS, UNSURE, RejectReason, Rejects
+from npu_gr.dataset.sources import NestedSource, Source
+from npu_gr.dataset.table import SourceTable
+from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
+from npu_gr.features.interactions import LogFeatureOf, ToldKind
+
+MAX_VALUE_BYTES = 512  # of a cell that is a feature; longer ones are descriptions
+BATCH_ROWS = 1 << 17
+NUM_PARTS = 64  # users stand in the order of their codes modulo this one, as they always have: digests stay
+ROUNDED = r"^\d(\.\d+)?[eE]\+\d+$"  # a name of which a tool made a number, as spreadsheets do: its last digits are lost
+_TOLD = tuple(kind for kind in get_args(ToldKind) if kind)
+Rows = Mapping[str, npt.NDArray[Any]]
+"""Columns of some rows: user, item, time_us; action of events, or value; f0, f1, ... of features."""
+
+
+def split_kind(text: str) -> tuple[str, ToldKind]:
+    """Read `NAME` or `NAME:KIND`; a name with a colon and no kind after it is a name."""
+    name, _, kind = text.rpartition(":")
+    return (name, kind) if name and kind in _TOLD else (text, "")  # type: ignore[return-value]
+
+
+def kind_word(cells: Cells) -> str:
+    """Say what the values are: "number", "one" or "many"; in the manifest."""
+    return {"number": "number", "text": "one"}.get(cells, "many")
+
+
+def told_cells(name: str, told: ToldKind, array: Any, source: Source) -> Cells:
+    """Find out how cells hold values, as their owner or their looks say."""
+    if told == "number":
+        return "number"
+    found = cells_of(name, array, source.types)
+    return "text" if told and found == "number" else found
+
+
+class LogFeature:
+    """A column of the log that is a feature: of what happened, of the request, or of the user and the item together.
+
+    On its way a number is a float64 with NaN where it is missing; a text is the code of what its cell says, -1 where it
+    is missing.
+    """
+
+    def __init__(self, name: str, of: LogFeatureOf, told: ToldKind, cells: Cells) -> None:
+        self.name = name
+        self.of = of
+        self.told = told
+        self.cells = cells
+
+    @property
+    def kind(self) -> str:
+        """What the values are: "number", "one" or "many"."""
+        return kind_word(self.cells)
+
+    @property
+    def arrow_type(self) -> Any:
+        """Of the column in the dataset."""
+        return {"number": pa.float64(), "one": pa.string(), "many": pa.list_(pa.string())}[self.kind]
+
+    def sql(self, column: str, kind: str) -> str:
+        """Write how cells of a type are read."""
+        if self.cells == "number":
+            return number_sql(column, kind)
+        if self.cells == "list" and is_list_type(kind):
+            return name_sql(values_sql(column), "VARCHAR")
+        return name_sql(column, kind)
+
+    def values(self, texts: Sequence[str]) -> Any:
+        """The column's values by code, as the dataset holds them.
+
+        Raises:
+            DataError: a cell is too long.
+        """
+        if long := [text for text in texts if len(text.encode()) > MAX_VALUE_BYTES]:
+            raise DataError(
+                f"feature {quoted(self.name)}: {quoted(long[0], 40)} has {len(long[0].encode()):,} bytes, the limit is "
+                f"{MAX_VALUE_BYTES}: it describes rather than names"
+            )
+        if self.kind == "one":
+            return pa.array(texts, pa.string())
+        lists = [text.split(JOINT) if self.cells == "list" else values_of(text, self.cells) for text in texts]
+        return pa.array(lists, pa.list_(pa.string()))
+
+    def column(self, codes: npt.NDArray[Any], values: Any) -> Any:
+        """Translate what rows hold into a column of the dataset, null where it is missing."""
+        if self.cells == "number":
+            return pa.array(codes, pa.float64(), from_pandas=True)
+        return pc.take(values, pa.array(codes, pa.int32(), mask=codes < 0))
+
+
+def log_features(
+    columns: Mapping[str, Any], wanted: Mapping[LogFeatureOf, Sequence[str]], source: Source
+) -> tuple[LogFeature, ...]:
+    """Choose the columns that are features.
+
+    Args:
+        columns: the first cells of all columns.
+        wanted: what each feature is of -> `NAME` or `NAME:KIND` of each.
+        source: the log.
+
+    Raises:
+        DataError: there is no such column, or a name stands twice.
+    """
+    found: list[LogFeature] = []
+    for of, names in wanted.items():
+        for text in names:
+            name, told = split_kind(text)
+            option = f"{source.name}: --{of}-features {name}"
+            if name not in columns:
+                raise DataError(f"{option}: there is no such column; there are {', '.join(columns)}")
+            if name in (one.name for one in found):
+                raise DataError(f"{option}: it is a feature already; a column is one of the event, request or cross")
+            found.append(LogFeature(name, of, told, told_cells(name, told, columns[name], source)))
+    return tuple(found)
+
+
+class Log:
+    """Knows the columns of a log, reads it, and finds every name in it."""
+
+    def __init__(self, source: Source, options: PrepareOptions) -> None:
+        """Choose the columns, from the first rows.
+
+        Raises:
+            DataError: as `choose_log_columns` and `recognise`.
+        """
+        sample = source.sample
+        self._source = source
+        self._options = options
+        self.columns = _choose(source, options)
+        self.time_kind = _recognise(source, self.columns.time, options)
+        wanted: dict[LogFeatureOf, tuple[str, ...]] = {
+            "event": options.event_features,
+            "request": options.request_features,
+            "cross": options.cross_features,
+        }
+        self.features = log_features(sample, wanted, source)
+        self._names = list(dict.fromkeys([*self.columns.names(), *(one.name for one in self.features)]))
+        self._con: Any = None
+        self.num_rows = 0  # that can be used
+        self.feature_values: list[Any] = []  # of each feature by code; None of numbers
+
+    def load(self, con: Any, rejects: Rejects, show: OnProgress) -> None:
+        """Read the log into DuckDB, and give its names their codes.
+
+        Raises:
+            DataError: it cannot be read to its end, too much of it cannot be used, or an event has too many types.
+        """
+        self._con = con
+        table = SourceTable(con, "log", self._source, self._names, self._wrap)
+        table.load(show)
+        table.take_rejects(rejects)
+        (self.num_rows,) = con.execute("SELECT count(*) FROM log WHERE reason = 0").fetchone()
+        self._check_rejected(rejects)
+        self._give_codes("users", "user")
+        self._give_codes("items", "item")
+        names = self._texts("items")
+        con.register("ids", pa.table({"name": pa.array(names, pa.string()), "id": item_ids(names)}))
+        con.execute("CREATE TABLE item_ids AS SELECT * FROM ids")
+        con.unregister("ids")
+        if self.columns.event is not None:
+            self._give_codes("events", "event")
+            self._check_events()
+        for place, one in enumerate(self.features):
+            if one.cells == "number":
+                self.feature_values.append(None)
+            else:
+                self._give_codes(f"feature_{place}", f"f{place}")
+                self.feature_values.append(one.values(self._texts(f"feature_{place}")))
+
+    def user_names(self) -> Any:
+        """The names of users by code, as an Arrow array."""
+        return self._con.sql("SELECT name FROM users ORDER BY code").to_arrow_table()["name"].combine_chunks()
+
+    def item_names(self) -> list[str]:
+        """The names of items, in the order in which they came."""
+        return self._texts("items")
+
+    def actions(self, old: OldActions) -> Actions:
+        """Make the actions.
+
+        Raises:
+            DataError: those of the dataset before were of another kind.
+        """
+        if self.columns.event is not None:
+            return of_events(self._texts("events"), old)
+        if self.columns.value is None:
+            return one_action(old)
+        values = ValueSample()
+        for batch in self._con.sql("SELECT value FROM log WHERE reason = 0").to_arrow_reader(BATCH_ROWS):
+            values.add(batch["value"].to_numpy(zero_copy_only=False))
+        return of_values(self.columns.value.name, values, self._options.num_buckets, old)
+
+    def sorted_rows(self) -> Iterator[Rows]:
+        """Read all rows that can be used, by user and time; of equal times as the log has them."""
+        time_us = "l.time_us" if self.columns.time is not None else f"(l.n + {self._source.first_number}) * {US_PER_S}"
+        columns = ["CAST(u.code AS INTEGER) AS user", "i.id AS item", f"{time_us} AS time_us"]
+        joins = ["JOIN users u ON u.name = l.user", "JOIN item_ids i ON i.name = l.item"]
+        if self.columns.event is not None:
+            columns.append("CAST(e.code AS INTEGER) AS action")
+            joins.append("JOIN events e ON e.name = l.event")
+        elif self.columns.value is not None:
+            columns.append("l.value")
+        for place, one in enumerate(self.features):
+            if one.cells == "number":
+                columns.append(f"coalesce(l.f{place}, 'nan') AS f{place}")
+            else:
+                columns.append(f"coalesce(CAST(f{place}.code AS INTEGER), -1) AS f{place}")
+                joins.append(f"LEFT JOIN feature_{place} f{place} ON f{place}.name = l.f{place}")
+        query = (
+            f"SELECT {', '.join(columns)} FROM log l {' '.join(joins)} WHERE l.reason = 0 "
+            f"ORDER BY (u.code % {NUM_PARTS}) * {2**32} + u.code, {time_us}, l.n"
+        )
+        for batch in self._con.sql(query).to_arrow_reader(BATCH_ROWS):
+            yield {name: batch[name].to_numpy(zero_copy_only=False) for name in batch.schema.names}
+
+    def _wrap(self, cells: str) -> str:
+        """What counts of each row. Of two reasons that of the user comes first, then of the item, time and action."""
+        columns = self.columns
+        kinds = dict(zip(self._names, self._source.kinds(self._names), strict=True))
+        cell = {name: f"c{place}" for place, name in enumerate(self._names)}
+        found: dict[str, str] = {}  # column -> SQL of the cells
+        reasons: list[str] = []
+        for role, column in (("user", columns.user), ("item", columns.item), ("event", columns.event)):
+            if column is not None:
+                with_point = role != "event" and has_point(self._source.sample[column.name])
+                found[role] = name_sql(cell[column.name], kinds[column.name], with_point=with_point)
+        reasons += _name_reasons("user", RejectReason.LONG_USER, f"length(user) > {MAX_USER_CHARS}")
+        reasons += _name_reasons("item", RejectReason.LONG_ITEM, f"strlen(item) > {MAX_NAME_BYTES}")
+        time_us, time_reason = "0", "0"  # of a log without times: its place is the time, when it is read
+        if columns.time is not None and self.time_kind is not None:
+            time = self.time_kind.sql(cell[columns.time.name], kinds[columns.time.name])
+            found |= time.parts
+            time_us, time_reason = time.us, time.reason
+            reasons.append("WHEN time_reason <> 0 THEN time_reason")
+        if columns.event is not None:
+            long = f"length(event) > {MAX_EVENT_CHARS}"
+            reasons += _name_reasons("event", RejectReason.LONG_EVENT, long)
+        elif columns.value is not None:
+            name = columns.value.name
+            found["value"] = number_sql(cell[name], kinds[name])
+            missing = is_missing_sql(cell[name], kinds[name])
+            reasons.append(f"WHEN {missing} THEN {CODES[RejectReason.NO_VALUE]}")
+            reasons.append(f"WHEN value IS NULL THEN {CODES[RejectReason.NO_NUMBER]}")
+        for place, one in enumerate(self.features):
+            found[f"f{place}"] = one.sql(cell[one.name], kinds[one.name])
+        parts = ", ".join(f"{sql} AS {name}" for name, sql in found.items())
+        sql = f"SELECT *, {parts} FROM ({cells})"
+        sql = f"SELECT *, {time_us} AS time_us FROM ({sql})"
+        sql = f"SELECT *, {time_reason} AS time_reason FROM ({sql})"
+        reason = f"CASE WHEN state <> 0 THEN state {' '.join(reasons)} ELSE 0 END"
+        sql = f"SELECT *, CAST({reason} AS TINYINT) AS reason FROM ({sql})"
+        kept = ["user", "item", "time_us", *(name for name in found if name in ("event", "value") or name[0] == "f")]
+        good = ", ".join(f"CASE WHEN reason = 0 THEN {name} END AS {name}" for name in kept)
+        line = self._source.line_sql(self._names)
+        line = f"CASE WHEN reason = {UNSURE} THEN {line} WHEN reason > 0 THEN left({line}, {MAX_ROW_CHARS}) END"
+        return f"SELECT reason, {good}, {line} AS line FROM ({sql})"
+
+    def _give_codes(self, table: str, column: str) -> None:
+        self._con.execute(
+            f"CREATE TABLE {table} AS SELECT name, row_number() OVER (ORDER BY n) - 1 AS code "
+            f"FROM (SELECT {column} AS name, min(n) AS n FROM log "
+            f"WHERE reason = 0 AND {column} IS NOT NULL GROUP BY ALL)"
+        )
+
+    def _texts(self, table: str, most: int = -1) -> list[str]:
+        limit = f"LIMIT {most}" if most >= 0 else ""
+        found = self._con.sql(f"SELECT name FROM {table} ORDER BY code {limit}").to_arrow_table()
+        texts: list[str] = found["name"].to_pylist()
+        return texts
+
+    def _check_rejected(self, rejects: Rejects) -> None:
+        if not self.num_rows:
+            raise DataError(f"{self._source.name}: no row can be used: {rejects.words() or 'there is none'}")
+        ratio = rejects.total / (rejects.total + self.num_rows)
+        most = self._options.max_rejected_ratio
+        if ratio > most:
+            raise DataError(
+                f"{self._source.name}: {ratio:.0%} of the rows cannot be used, over {most:.0%}: {rejects.words()}; "
+                f"name the right columns, or allow it: --max-rejected {min(1.0, ratio + 0.01):.2f}"
+            )
+
+    def _check_events(self) -> None:
+        names = self._texts("events", MAX_EVENT_TYPES + 1)
+        if len(names) > MAX_EVENT_TYPES and self.columns.event is not None:
+            some = ", ".join(quoted(name, 24) for name in names[:5])
+            raise DataError(
+                f"{self._source.name}: {quoted(self.columns.event.name)} has over {MAX_EVENT_TYPES} distinct values "
+                f"({some} ...), so it is no event type; --event names another column, --event none says there is none"
+            )
+
+
+def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
+    missing = {"user": RejectReason.NO_USER, "item": RejectReason.NO_ITEM, "event": RejectReason.NO_EVENT}[role]
+    found = [f"WHEN {role} IS NULL THEN {CODES[missing]}"]
+    if role != "event":
+        found.append(
+            f"WHEN contains({role}, '+') AND regexp_matches({role}, '{ROUNDED}') THEN {CODES[RejectReason.ROUNDED]}"
+        )
+    return [*found, f"WHEN {is_long} THEN {CODES[long]}"]
+
+
+def _choose(source: Source, options: PrepareOptions) -> LogColumns:
+    names = {role: getattr(options, role) for role in ("user", "item", "time", "event", "value")}
+    told = {role: name for role, name in names.items() if name}
+    if not isinstance(source, NestedSource):
+        return choose_log_columns(source.sample, told, has_time=options.has_time, source=source.name)
+    if told:
+        raise DataError(f"{source.name}: --{next(iter(told))}: {source.format} has no columns")
+    columns = choose_log_columns(source.sample, {}, has_time=False, source=source.name)
+    place = Column(NESTED[2], "the place of an item in its user's list")
+    return LogColumns(user=columns.user, item=columns.item, time=place, event=None, value=None)
+
+
+def _recognise(source: Source, time: Column | None, options: PrepareOptions) -> TimeKind | None:
+    if time is None:
+        return None
+    if isinstance(source, NestedSource):
+        return TimeKind(unit="s", words="places in lists, taken as seconds", is_guess=False, least_us=0)
+    name = f"{source.name}: {time.name}"
+    return recognise(source.sample[time.name], name, options.time_unit, options.time_format)

@@ -1,0 +1,174 @@
+"""A table of DuckDB with what was read of a source, and what cannot be used of it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from npu_gr.dataset.cells import duckdb, is_list_type, pa
+from npu_gr.dataset.engine import raise_if_full, told
+from npu_gr.dataset.lines import OnProgress, json_column
+from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, Rejected, Rejects
+from npu_gr.dataset.sources import Mended, Source
+
+MENDED_ROWS = 20_000  # that are added at once
+_POLL_S = 0.2
+
+
+class SourceTable:
+    """What was read of a source: a view `name` of DuckDB, with the place `n` of each row among all of them."""
+
+    def __init__(self, con: Any, name: str, source: Source, columns: Sequence[str], wrap: Callable[[str], str]) -> None:
+        """Read nothing yet.
+
+        Args:
+            con: where the table is made.
+            name: of the view.
+            source: what is read.
+            columns: of the source, those that become the cells c0, c1, ...
+            wrap: what is kept of a relation of cells, in SQL; every row, with `reason` (its state, or why it cannot be
+                used) and `line`.
+        """
+        self._con = con
+        self._name = name
+        self._source = source
+        self._columns = columns
+        self._wrap = wrap
+        self._starts: list[int] = []  # place of the first row of each file
+
+    def load(self, show: OnProgress) -> None:
+        """Read all of it.
+
+        Raises:
+            DataError: it cannot be read to its end. OSError: the disk is full.
+        """
+        con, name = self._con, self._name
+        num_mended = 0
+        for at, path in enumerate(self._source.paths):
+            done = at / len(self._source.paths)
+            share = 1 / len(self._source.paths)
+            self._starts.append(self._num_rows() if at else 0)
+            self._read(path, lambda ratio, done=done, share=share: show(done + ratio * share))  # type: ignore[misc]
+            num_mended += self._mend(path)
+        show(1.0)
+        rows = f"SELECT rowid AS n, * FROM {name}_rows"
+        if num_mended:
+            con.execute(f"DELETE FROM {name}_rows WHERE rowid IN (SELECT n FROM {name}_gone)")
+            rows += f" UNION ALL SELECT p.n, m.* FROM {name}_mended m JOIN {name}_places p ON m.rowid = p.rowid"
+        con.execute(f"CREATE VIEW {name} AS {rows}")
+
+    def take_rejects(self, rejects: Rejects) -> None:
+        """Hand out what cannot be used."""
+        con = self._con
+        found = con.execute(
+            f"SELECT reason, count(*), min(n) FROM {self._name} WHERE reason > 0 GROUP BY reason ORDER BY min(n)"
+        ).fetchall()
+        rows = con.execute(
+            f"SELECT n, reason, line FROM {self._name} WHERE reason > 0 ORDER BY n LIMIT {MAX_WRITTEN}"
+        ).fetchall()
+        rejects.take(
+            ((reason, count, self._number(first)[1]) for reason, count, first in found),
+            (Rejected(*self._number(n), reason, line) for n, reason, line in rows),
+        )
+
+    def _number(self, n: int) -> tuple[str, int]:
+        """Name the file of a row, and its line or row there."""
+        at = bisect_right(self._starts, n) - 1
+        name = str(self._source.paths[at]) if len(self._source.paths) > 1 else self._source.name
+        return name, n - self._starts[at] + self._source.first_number
+
+    def _num_rows(self) -> int:
+        (found,) = self._con.execute(f"SELECT coalesce(max(rowid) + 1, 0) FROM {self._name}_rows").fetchone()
+        return int(found)
+
+    def _read(self, path: Path, show: OnProgress) -> None:
+        con = self._con
+        verb = f"INSERT INTO {self._name}_rows" if len(self._starts) > 1 else f"CREATE TABLE {self._name}_rows AS"
+        refused: Exception | None = None
+        with told(self._source.name if len(self._source.paths) == 1 else str(path)):
+            for relation in self._source.relations(con, path, self._columns, show):
+                try:
+                    with _watched(con, show):
+                        con.execute(f"{verb} {self._wrap(relation.sql)}")
+                except duckdb.InterruptException:
+                    raise
+                except duckdb.Error as error:
+                    raise_if_full(error)
+                    if relation.failed:
+                        raise relation.failed[0] from None
+                    refused = error
+                else:
+                    return
+            if refused is not None:
+                raise refused
+
+    def _mend(self, path: Path) -> int:
+        """Add what Python makes of the rows that DuckDB was unsure of, and mark those."""
+        cursor = self._con.cursor()
+        start, first = self._starts[-1], self._source.first_number
+        cursor.execute(
+            f"SELECT rowid, line FROM {self._name}_rows WHERE reason = {UNSURE} AND rowid >= {start} ORDER BY rowid"
+        )
+        unsure = ((n - start + first, line) for some in iter(lambda: cursor.fetchmany(1000), []) for n, line in some)
+        num_mended = 0
+        waiting: list[Mended] = []
+        for row in self._source.mend(path, unsure, self._columns):
+            waiting.append(row)
+            num_mended += 1
+            if len(waiting) == MENDED_ROWS:
+                self._add(waiting)
+                waiting.clear()
+        if waiting:
+            self._add(waiting)
+        cursor.close()
+        return num_mended
+
+    def _add(self, mended: Sequence[Mended]) -> None:
+        con, name = self._con, self._name
+        start, first = self._starts[-1], self._source.first_number
+        kinds = self._source.kinds(self._columns)
+        empty = [None] * len(kinds)
+        columns = zip(*(row.cells or empty for row in mended), strict=True)
+        cells = {
+            f"c{at}": json_column(list(column), is_list=is_list_type(kind))
+            for at, (column, kind) in enumerate(zip(columns, kinds, strict=True))
+        }
+        states = [0 if row.reason is None else CODES[row.reason] for row in mended]
+        lines = [row.text[:MAX_ROW_CHARS] for row in mended]
+        table = {**cells, "state": pa.array(states, pa.int8()), "line": pa.array(lines, pa.string())}
+        places = [row.number - first + start for row in mended]
+        gone = [n + more for n, row in zip(places, mended, strict=True) for more in range(row.num_more + 1)]
+        for of, found, columns_of in (
+            (f"{name}_mended", table, self._wrap("SELECT * FROM more")),
+            (f"{name}_places", {"n": pa.array(places, pa.int64())}, "SELECT * FROM more"),
+            (f"{name}_gone", {"n": pa.array(gone, pa.int64())}, "SELECT * FROM more"),
+        ):
+            con.register("more", pa.table(found))
+            with suppress(duckdb.CatalogException):
+                con.execute(f"CREATE TABLE {of} AS {columns_of} LIMIT 0")
+            con.execute(f"INSERT INTO {of} {columns_of}")
+        con.unregister("more")
+
+
+@contextmanager
+def _watched(con: Any, show: OnProgress) -> Iterator[None]:
+    """Tell the progress of a query while the block runs it."""
+    is_done = Event()
+
+    def watch() -> None:
+        while not is_done.wait(_POLL_S):
+            with suppress(duckdb.Error):
+                if (percent := con.query_progress()) > 0:
+                    show(min(percent / 100, 1.0))
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
