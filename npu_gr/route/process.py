@@ -85,8 +85,14 @@ class Proxy:
         """
         path = self.folder / "current" / haproxy.CONFIG
         self._process = await asyncio.create_subprocess_exec(
-            await asyncio.to_thread(_program), "-W", "-f", str(path), preexec_fn=_die_with_parent
+            await asyncio.to_thread(_program),
+            *("-W", "-f", str(path)),
+            preexec_fn=_die_with_parent,
+            stdout=asyncio.subprocess.PIPE,  # through our log, which drops lines that nobody reads: HAProxy would wait
+            stderr=asyncio.subprocess.STDOUT,
         )
+        assert self._process.stdout is not None
+        self._lines = asyncio.create_task(_log_lines(self._process.stdout))
         await self._until(lambda pid: True)
 
     async def reload(self) -> None:
@@ -159,6 +165,12 @@ def _put_in_force(folder: Path, before: Path) -> None:
     link.symlink_to(folder.name)
     link.replace(folder.parent / "current")
     shutil.rmtree(before, ignore_errors=True)
+
+
+async def _log_lines(stream: asyncio.StreamReader) -> None:
+    """Log what HAProxy writes, until it has ended."""
+    while line := await stream.readline():
+        log.info("haproxy: %s", line.decode(errors="replace").strip())
 
 
 async def check(path: Path) -> None:

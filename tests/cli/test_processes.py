@@ -27,7 +27,7 @@ from tests.serving import write_checkpoint
 
 @contextmanager
 def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """An instance or a router that answers. Yields the process and the port of its `/metrics` and `/debug`."""
+    """An instance or a router that answers. Yields the process and its port."""
     port = free_port()
     if kind == "serve":
         write_checkpoint(folder / "checkpoint")
@@ -35,7 +35,7 @@ def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subpr
     else:
         config = folder / "router.yaml"
         instances = [{"name": "a", "host": "127.0.0.1", "port": free_port()}]
-        table = {"port": free_port(), "admin_port": port, "discovery": {"instances": instances}, "drain_grace_s": 0.1}
+        table = {"port": port, "admin_port": free_port(), "discovery": {"instances": instances}, "drain_grace_s": 0.1}
         config.write_text(yaml.safe_dump(table))
     command = [sys.executable, "-m", "npu_gr", kind, "--config", str(config)]
     with subprocess.Popen(command, stdout=out, stderr=err) as process:
@@ -120,12 +120,11 @@ def test_a_standard_error_that_nobody_reads_stops_nothing(tmp_path: Path, kind: 
     os.close(reader)
 
 
-@pytest.mark.parametrize("kind", ["serve", "route"])
-def test_a_process_says_what_ails_it(tmp_path: Path, kind: str) -> None:
-    prefix = "npu_gr_" if kind == "serve" else "npu_gr_router_"
+def test_a_process_says_what_ails_it(tmp_path: Path) -> None:
+    prefix = "npu_gr_"
     with (
         (tmp_path / "err").open("wb") as err,
-        started(kind, tmp_path, subprocess.DEVNULL, err.fileno()) as (process, port),
+        started("serve", tmp_path, subprocess.DEVNULL, err.fileno()) as (process, port),
     ):
         process.send_signal(signal.SIGUSR1)
         until(lambda: "stacks at SIGUSR1" in (tmp_path / "err").read_text())
@@ -146,7 +145,7 @@ def test_a_process_says_what_ails_it(tmp_path: Path, kind: str) -> None:
         texts = {name: file.read().decode() for name, file in files.items() if file is not None}
     assert f"{prefix}log_lines_dropped_total" in texts["metrics.txt"]
     assert "the event loop stood still for" in texts["log.txt"]
-    assert json.loads(texts["status.json"])["name"] == ("instance" if kind == "serve" else "router")
+    assert json.loads(texts["status.json"])["name"] == "instance"
     assert json.loads(texts["environment.json"])["gc"]["frozen"] > 10_000
     told = (tmp_path / "err").read_text()
     assert "MainThread" in told
