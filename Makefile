@@ -14,11 +14,9 @@ demo: $(VENV)/installed
 	$(BIN)/npu-gr --log-level WARNING demo
 
 test: $(VENV)/installed
-	@# what fails is asked once more, alone: these tests start processes, and wait for the processor beside each other
-	$(BIN)/python -m pytest -q -n 3 --ignore tests/chaos || $(AGAIN) --ignore tests/chaos
+	$(BIN)/python -m pytest -q -n 3 --ignore tests/chaos
 	@# alone, because what these scenes measure would be the other tests
-	$(BIN)/python -m pytest -q tests/chaos || $(AGAIN) tests/chaos
-AGAIN = $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none
+	$(BIN)/python -m pytest -q tests/chaos
 
 # the documentation as a site, in build/site; a link that leads nowhere fails
 docs: $(VENV)/installed

@@ -35,7 +35,7 @@ MOST_FILES = {"rank": 49, "generate": 61, "recommend": 71}
 MOST_PACKAGES = {"rank": 8, "generate": 9, "recommend": 9}
 MOST_METHODS = 31  # of any class
 MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 14
-MOST_LINES = 78000
+MOST_LINES = 78_200
 
 
 class Entered:

@@ -21,7 +21,7 @@ class HeldSlot(Protocol):
         ...
 
 
-class Permit(HeldSlot, Protocol):
+class HeldPermit(HeldSlot, Protocol):
     """The right to be served; its block gives it back."""
 
     @property
@@ -29,15 +29,15 @@ class Permit(HeldSlot, Protocol):
         """Instant of time.monotonic() at which the request arrived."""
         ...
 
-    def __enter__(self) -> Permit: ...
+    def __enter__(self) -> HeldPermit: ...
 
     def __exit__(self, *_: object) -> None: ...
 
 
-class Admission(Protocol):
+class AdmissionControl(Protocol):
     """Admission control, which `npu_gr.server.admission.controller` implements."""
 
-    async def enter(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> Permit:
+    async def enter(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> HeldPermit:
         """Wait until a request is admitted. Raises Overloaded."""
         ...
 

@@ -11,7 +11,7 @@
     ingest     write the events of many users, each of whom fails alone                      jobs/writes.py
     erase      history store, known prefixes, every memory tier                              jobs/writes.py
 
-`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. Permit, deadline and
+`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. HeldPermit, deadline and
 lease are released by indentation, however a request ends.
 """
 
@@ -32,7 +32,7 @@ from npu_gr.core.settings import LiveConfig, to_table
 from npu_gr.core.tasks import deadline
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.admin import CatalogueOfGenerator, VectorsOfMatch
-from npu_gr.jobs.base import Admission, Call, KindJob, Permit
+from npu_gr.jobs.base import AdmissionControl, Call, HeldPermit, KindJob
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.versions import ServedNames, Versions
 from npu_gr.metrics.registry import Metrics
@@ -46,7 +46,7 @@ class Parts:
     """What a service is made of; `app.py` builds it once."""
 
     settings: LiveConfig[Any]  # of the instance; a reload replaces it
-    admission: Admission
+    admission: AdmissionControl
     brownout: BrownoutControl
     scheduler: Scheduler
     jobs: Mapping[str, KindJob[Any, Any]]  # by the name of their kind
@@ -75,12 +75,12 @@ class Service:
     # ---- requests
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> AdmissionControl:
         """Admission control: HTTP asks it before a request is parsed."""
         return self.parts.admission
 
     async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: object = None
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None, shown: object = None
     ) -> A:
         """Answer one request from start to end.
 

@@ -19,7 +19,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer
 from npu_gr.core.trace import CURRENT, Trace
-from npu_gr.jobs.base import Permit
+from npu_gr.jobs.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, EndedRequest
@@ -40,7 +40,7 @@ ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)  # its head: the client's time budget counts from here
 WHOLE_AT = web.RequestKey("whole_at", float)  # the end of its body; before that its head
 LEFT_S = web.RequestKey("left_s", float)  # what was left of the budget then
-PERMIT = web.RequestKey("permit", Permit)  # absent until it is admitted
+PERMIT = web.RequestKey("permit", HeldPermit)  # absent until it is admitted
 KEY = web.RequestKey("key", Key)  # absent where the route needs none
 # set by the handler of the kinds, as far as it comes
 PARSED_AT = web.RequestKey("parsed_at", float)

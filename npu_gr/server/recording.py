@@ -14,7 +14,7 @@ from npu_gr.core.kinds import ERASE, A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.request import RECORDINGS
 from npu_gr.core.served import VectorsInfo
-from npu_gr.jobs.base import Admission, Permit
+from npu_gr.jobs.base import AdmissionControl, HeldPermit
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec.fields import Shown
@@ -50,11 +50,16 @@ class RecordingService:
         return self._service.names
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> AdmissionControl:
         return self._service.admission
 
     async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: Shown | None = None
+        self,
+        kind: Kind[Q, A],
+        request: Q,
+        budget_s: float,
+        permit: HeldPermit | None = None,
+        shown: Shown | None = None,
     ) -> A:
         """Answer the request, and record it where its kind is recorded and the recorder samples its user.
 
@@ -90,7 +95,7 @@ class RecordingService:
         offer(200, answer)  # of every kind, whatever its status over HTTP: that is what logs hold
         return answer
 
-    async def _erase(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None) -> Any:
+    async def _erase(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None) -> Any:
         try:
             answer: Any = await self._service.serve(kind, request, budget_s, permit)
         finally:

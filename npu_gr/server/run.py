@@ -120,13 +120,13 @@ def make_addresses(config: ServerConfig) -> list[Address]:
 
 async def _listen(runner: web.AppRunner, app: web.Application, config: ServerConfig, address: Address) -> int:
     tls = app.get(TLS)
+    field = "" if address.is_public else "admin_"
+    host, port = (config.host, config.port) if address.is_public else (config.admin_host, config.admin_port)
     context = None
-    if address.is_public:
-        field, host, port = "", config.host, config.port
-        context = None if tls is None else tls.public
-    else:
-        field, host, port = "admin_", config.admin_host, config.admin_port
-        context = None if tls is None or is_loopback_name(host) else tls.admin
+    if tls is not None and address.is_public:
+        context = tls.public
+    elif tls is not None and not is_loopback_name(host):
+        context = tls.admin
     site = web.TCPSite(runner, host, port, ssl_context=context, backlog=config.backlog)
     try:
         await site.start()

@@ -10,7 +10,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
-from npu_gr.jobs.base import Admission, Permit
+from npu_gr.jobs.base import AdmissionControl, HeldPermit
 from npu_gr.server.codec.fields import Shown
 
 I_co = TypeVar("I_co", covariant=True)
@@ -76,12 +76,17 @@ class ServiceProtocol(Protocol):
         ...
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> AdmissionControl:
         """Admission control; HTTP asks it before a request is parsed."""
         ...
 
     async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: Shown | None = None
+        self,
+        kind: Kind[Q, A],
+        request: Q,
+        budget_s: float,
+        permit: HeldPermit | None = None,
+        shown: Shown | None = None,
     ) -> A:
         """Answer one request from start to end.
 

@@ -172,6 +172,15 @@ def examine_instance(config: Config) -> list[WayIn]:
             )
         )
     found += _keys(keys)
+    if not is_loopback_name(server.host) and not server.trusted_proxies:
+        found.append(
+            WayIn(
+                "server.trusted_proxies",
+                Openness.OPEN,
+                "clients reach the instance itself: nothing bounds slow headers, floods of connections and overloads",
+                "put `npu-gr route` in front of it and name its address here (docs/deploy.md)",
+            )
+        )
     found += _proxies(server.trusted_proxies)
     found += _store(config)
     found += _recordings(config)

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.rig import LONG, Scale, each_scale, three_attempts
+from tests.chaos.rig import LONG, Scale, each_scale
 from tests.route.chaos import Fleet, Load, Sample, Window, fleet
 
 NAMES = ("a", "b", "c")
@@ -26,7 +26,6 @@ async def back(f: Fleet) -> float:
 
 
 @each_scale
-@three_attempts
 async def test_signals_are_taken_as_soon_as_all_are_back(scale: Scale, tmp_path: Path) -> None:
     """A slow start is relative to the others: if all are new, all take their users."""
     async with fleet(Path(tempfile.mkdtemp(dir=tmp_path)), *NAMES, is_light=scale is not LONG) as f:
@@ -44,11 +43,13 @@ async def test_signals_are_taken_as_soon_as_all_are_back(scale: Scale, tmp_path:
             after = due(load, back_at, await settled(load))
         refused = [sample for sample in after if sample.status not in (200, 202)]
         assert len(after) > PAIRS_PER_S
-        assert len(refused) <= scale.most_failed * len(after), refused[:3]
+        if scale is LONG:
+            assert len(refused) <= scale.most_failed * len(after), refused[:3]
+        else:
+            assert {sample.status for sample in refused} <= {429}, refused[:3]
 
 
 @each_scale
-@three_attempts
 async def test_an_instance_that_stands_still_costs_a_rank_a_quarter_of_its_budget(scale: Scale, tmp_path: Path) -> None:
     async with fleet(Path(tempfile.mkdtemp(dir=tmp_path)), *NAMES, is_light=scale is not LONG) as f:
         load = Load(f.port, PAIRS_PER_S, f.times)
@@ -65,6 +66,10 @@ async def test_an_instance_that_stands_still_costs_a_rank_a_quarter_of_its_budge
         quiet_s = sorted(s.took_s for s in ranks(load, 0.0, froze_at))
         hurt = ranks(load, froze_at, thawed_at)
         failed = [sample for sample in hurt if sample.status != 200]
+        if scale is not LONG:
+            assert hurt
+            assert {sample.status for sample in failed} <= {429}, failed[:3]
+            return
         assert len(failed) <= scale.most_failed * len(hurt), failed[:3]
         took_s = sorted(sample.took_s for sample in hurt)
         allowed_s = QUARTER * f.times.budget_s + 3 * quiet_s[int(0.95 * len(quiet_s))] + 0.05

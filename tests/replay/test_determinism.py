@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.jobs.base import Permit
+from npu_gr.jobs.base import HeldPermit
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions
@@ -56,7 +56,7 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         serve = service.serve
 
         async def spilled(
-            kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: object = None
+            kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None, shown: object = None
         ) -> A:
             """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
             answer = await serve(kind, request, budget_s, permit, shown)

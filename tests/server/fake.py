@@ -18,7 +18,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import ModelInfo, VectorsInfo
-from npu_gr.jobs.base import Permit
+from npu_gr.jobs.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController
@@ -101,7 +101,12 @@ class FakeService:
         return slots
 
     async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: Permit | None = None, shown: Shown | None = None
+        self,
+        kind: Kind[Q, A],
+        request: Q,
+        budget_s: float,
+        permit: HeldPermit | None = None,
+        shown: Shown | None = None,
     ) -> A:
         self.served.append((kind.name, request, budget_s))
         if self.waits is not None:

@@ -40,7 +40,7 @@ import msgspec
 from npu_gr.core.errors import Overloaded, Refusal
 from npu_gr.core.kinds import KINDS, RANK, Kind, Priority
 from npu_gr.core.settings import Count, Positive
-from npu_gr.server.admission.fair_queue import FairQueue, Holder, Tenants
+from npu_gr.server.admission.fair_queue import Holder, PriorityQueue, Tenants
 
 MIN_ACTIVE = 4  # whatever the limit is: it fills a pass, and lets an instance with a wrong objective serve
 MAX_ACTIVE = 64  # of a kind: more do not make the device faster, but the turns of the event loop longer
@@ -56,7 +56,6 @@ MESSAGES = {
     Refusal.LATE: "it would not be answered in time: the instance is busy",
     Refusal.SHARE: "the tenant signals far more than it ranks, and others share the instance",
 }
-_NOBODY: Set[str] = frozenset()
 _NEVER = -math.inf  # an instant
 
 
@@ -127,7 +126,7 @@ class Permit:
 
     __slots__ = ("_controller", "_holder", "_kind", "arrived_at")
 
-    def __init__(self, controller: AdmissionController, kind: _KindState, holder: Holder, arrived_at: float) -> None:
+    def __init__(self, controller: AdmissionController, kind: KindState, holder: Holder, arrived_at: float) -> None:
         self._controller: AdmissionController | None = controller
         self._kind = kind
         self._holder = holder
@@ -157,20 +156,20 @@ class _Suspended(AbstractContextManager[None]):
 
     __slots__ = ("_controller", "_holder", "_kind")
 
-    def __init__(self, controller: AdmissionController, kind: _KindState, holder: Holder) -> None:
+    def __init__(self, controller: AdmissionController, kind: KindState, holder: Holder) -> None:
         self._controller = controller
         self._kind = kind
         self._holder = holder
 
     def __enter__(self) -> None:
-        self._controller._suspend(self._kind, self._holder)
+        self._controller._suspend(self._kind, self._holder, 1)
 
     def __exit__(self, *_: object) -> None:
-        self._controller._resume(self._kind, self._holder)
+        self._controller._suspend(self._kind, self._holder, -1)
 
 
-class _KindState:
-    """What the controller knows of one kind."""
+class KindState:
+    """What is known of one kind."""
 
     __slots__ = ("active", "kind", "max_active", "objective_s", "priority", "service_time", "suspended", "waiting")
 
@@ -183,6 +182,74 @@ class _KindState:
         self.active = 0
         self.suspended = 0
         self.waiting = 0
+
+
+class ActiveWork:
+    """The requests of an instance that are active, and whether one more may be."""
+
+    def __init__(self, config: AdmissionConfig, objective_s: Callable[[str], float], batch_requests: int) -> None:
+        """Start empty; the arguments are those of the controller."""
+        self.config = config
+        self.min_active = max(MIN_ACTIVE, batch_requests)
+        self._max = max(MAX_ACTIVE, 2 * batch_requests)
+        self.kinds = {kind.name: KindState(kind, objective_s(kind.name)) for kind in KINDS.values()}
+        self._up_to = [[one for one in self.kinds.values() if one.priority <= p] for p in Priority]
+        self._mix = _Mix(objective_s(RANK.name))
+        self._departed_at = _NEVER  # the last departure that left work to do
+        self.admitted = 0  # permits that are held, active and suspended
+        self.active = 0
+
+    def limit(self, state: KindState) -> float:
+        """The concurrency limit of a kind while no other kind is active."""
+        fits = self.config.share * state.objective_s / max(state.service_time.seconds, 1e-9)
+        return min(max(fits, self.min_active), self._max)
+
+    def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
+        """How many requests a proxy should send at once: what takes `share` of the objective."""
+        fits = share * self._mix.objective_s / max(self._mix.service_time.seconds, 1e-9)
+        return int(min(max(fits, at_least), at_most))
+
+    def has_room(self, state: KindState, *, are_sharing: bool) -> bool:
+        """Whether one more of a kind may be active beside those that are as important, or more."""
+        if self.admitted >= self.config.max_inflight:
+            return False
+        if state.active >= state.max_active and are_sharing:
+            return False
+        num_active = 0
+        used = 1 / self.limit(state)
+        for other in self._up_to[state.priority]:
+            if other.active:
+                num_active += other.active
+                used += other.active / self.limit(other)
+        return num_active < self.min_active or used <= 1.0 + 1e-9
+
+    def seconds(self, priority: int) -> float:
+        """Seconds of active work that is as important, and of one less important request, which may have begun."""
+        ahead_s = 0.0
+        begun_s = 0.0
+        for state in self.kinds.values():
+            if state.active and state.priority <= priority:
+                ahead_s += state.active * state.service_time.seconds
+            elif state.active:
+                begun_s = max(begun_s, state.service_time.seconds)
+        return ahead_s + begun_s
+
+    def add(self, state: KindState, num: int = 1) -> None:
+        """Count one more active request of a kind, or with -1 one less, which goes on later."""
+        if not self.active:
+            self._departed_at = _NEVER  # what departs after an idle time tells nothing of the service time
+        self.active += num
+        state.active += num
+
+    def left(self, state: KindState, now_at: float) -> None:
+        """Count a departure, and learn from it."""
+        if self._departed_at > _NEVER:
+            state.service_time.observe(now_at - self._departed_at)
+            self._mix.observe(now_at - self._departed_at, state.objective_s)
+        state.active -= 1
+        self.active -= 1
+        self.admitted -= 1
+        self._departed_at = now_at if self.active else _NEVER
 
 
 class AdmissionController:
@@ -205,66 +272,55 @@ class AdmissionController:
             clock: seconds that never go back.
         """
         self._config = config
-        self._min = max(MIN_ACTIVE, batch_requests)
-        self._max = max(MAX_ACTIVE, 2 * batch_requests)
         self._clock = clock
-        self._kinds = {kind.name: _KindState(kind, objective_s(kind.name)) for kind in KINDS.values()}
-        self._queues = [FairQueue[QueuedRequest](config.tenant_weights) for _ in Priority]  # by priority
-        self._up_to = [[one for one in self._kinds.values() if one.priority <= p] for p in Priority]
-        self._tenants = Tenants(config.tenant_weights, self._min, clock)
-        self._departed_at = _NEVER  # the last departure that left work to do
-        self._mix = _Mix(objective_s(RANK.name))
-        self._admitted = 0
-        self._active = 0
-        self._waiting = 0
-        self._standing_since_at: float | None = None  # since when the queue has not been empty
+        self._work = ActiveWork(config, objective_s, batch_requests)
+        self._queue = PriorityQueue[QueuedRequest](len(Priority), config.tenant_weights, clock)
+        self._tenants = Tenants(config.tenant_weights, self._work.min_active, clock)
         self._tick: asyncio.TimerHandle | None = None
 
     def reconfigure(self, config: AdmissionConfig, objective_s: Callable[[str], float]) -> None:
         """Apply other settings from now on; what was learnt stays."""
-        self._config = config
+        self._config = self._work.config = config
         self._tenants.weights = config.tenant_weights
-        for state in self._kinds.values():
+        self._queue.weigh(config.tenant_weights)
+        for state in self._work.kinds.values():
             state.objective_s = objective_s(state.kind.name)
-        for queue in self._queues:
-            queue.weights = config.tenant_weights
 
     # ---- for metrics, the brown-out and the proxy
 
     @property
     def admitted(self) -> int:
         """Permits that are held, active and suspended."""
-        return self._admitted
+        return self._work.admitted
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return self._waiting
+        return len(self._queue)
 
     @property
     def pressure(self) -> float:
         """Queued work over the objectives of its requests, once the queue stands; 0 for a burst that passes."""
-        if self._standing_since_at is None or self._clock() - self._standing_since_at <= STANDING_S:
+        if self._queue.stood_s() <= STANDING_S:
             return 0.0
-        return sum(one.waiting * one.service_time.seconds / one.objective_s for one in self._kinds.values())
+        return sum(one.waiting * one.service_time.seconds / one.objective_s for one in self._work.kinds.values())
 
     def counts(self, kind: str) -> dict[str, int]:
         """Count a kind's requests by where they are: waiting, inside, outside."""
-        state = self._kinds[kind]
+        state = self._work.kinds[kind]
         return {"waiting": state.waiting, "inside": state.active, "outside": state.suspended}
 
     def pace_s(self, kind: str) -> float:
         """Return the service time of a kind, in seconds a request."""
-        return self._kinds[kind].service_time.seconds
+        return self._work.kinds[kind].service_time.seconds
 
     def window(self, kind: str) -> int:
         """Return the concurrency limit of a kind while no other kind is active."""
-        return int(self._limit(self._kinds[kind]))
+        return int(self._work.limit(self._work.kinds[kind]))
 
     def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
         """Return how many requests a proxy should send at once: what takes `share` of the objective."""
-        fits = share * self._mix.objective_s / max(self._mix.service_time.seconds, 1e-9)
-        return int(min(max(fits, at_least), at_most))
+        return self._work.proxy_limit(share, at_least, at_most)
 
     # ---- arriving
 
@@ -280,194 +336,116 @@ class AdmissionController:
         Raises:
             Overloaded: it could not be answered in time, or its tenant has no signals left.
         """
-        state = self._kinds[kind]
+        state = self._work.kinds[kind]
         budget_s = min(state.objective_s, budget_s)
         self._tenants.saw(tenant)
-        if self._has_no_signal(state, tenant):
+        if not self._config.enabled:
+            return self._admit(state, tenant, arrived_at)
+        is_signal = state.priority == Priority.SIGNAL
+        if is_signal and not self._tenants.take_signal(tenant, state.service_time.seconds):
             raise _rejection(Refusal.SHARE)
-        has_place = self._has_room(state) and not self._is_full(tenant)
-        if not self._config.enabled or (has_place and not self._is_anybody_before(state)):
+        has_place = self._has_room(state) and not self._tenants.is_full(tenant)
+        if has_place and not self._queue.is_anybody_before(state.priority):
             return self._admit(state, tenant, arrived_at)
         if self._would_be_late(state, tenant, arrived_at, budget_s):
             raise _rejection(Refusal.LATE)
         queued = QueuedRequest(kind, tenant, arrived_at, budget_s, state.service_time.seconds)
-        self._push(queued, state)
+        self._queue.push(queued, state.priority)
+        state.waiting += 1
+        if self._tick is None:
+            self._tick = asyncio.get_running_loop().call_later(TICK_S, self._check_late)
         if has_place:
             self._serve_next()  # those before it may all be full
         try:
             return await queued.permit
         except asyncio.CancelledError:
-            self._cancel(queued)
+            if not queued.is_gone:
+                self._remove(queued)
+            elif not queued.permit.cancelled() and queued.permit.exception() is None:
+                queued.permit.result().leave()  # it was admitted in this very turn
             raise
 
     def would_reject(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> bool:
         """Whether `enter` would reject this request at once for its time; nothing changes."""
-        state = self._kinds[kind]
-        if not self._config.enabled or (self._has_room(state) and not self._is_anybody_before(state)):
+        state = self._work.kinds[kind]
+        if not self._config.enabled or (self._has_room(state) and not self._queue.is_anybody_before(state.priority)):
             return False
         return self._would_be_late(state, tenant, arrived_at, min(state.objective_s, budget_s))
 
-    def _has_no_signal(self, state: _KindState, tenant: str) -> bool:
-        is_signal = self._config.enabled and state.priority == Priority.SIGNAL
-        return is_signal and not self._tenants.take_signal(tenant, state.service_time.seconds)
+    def _has_room(self, state: KindState) -> bool:
+        return self._work.has_room(state, are_sharing=self._config.enabled and self._tenants.are_sharing())
 
-    def _is_full(self, tenant: str) -> bool:
-        return self._config.enabled and self._tenants.is_full(tenant)
+    def _would_be_late(self, state: KindState, tenant: str, arrived_at: float, budget_s: float) -> bool:
+        target = TARGET_STANDING if self._queue.stood_s() > STANDING_S else TARGET_BURST
+        ahead_s = self._work.seconds(state.priority)
+        ahead_s += self._queue.ahead_s(state.priority, tenant, arrived_at + budget_s)
+        return self._clock() + ahead_s + state.service_time.seconds > arrived_at + target * budget_s
 
-    def _would_be_late(self, state: _KindState, tenant: str, arrived_at: float, budget_s: float) -> bool:
-        now_at = self._clock()
-        stands = self._standing_since_at is not None and now_at - self._standing_since_at > STANDING_S
-        target = TARGET_STANDING if stands else TARGET_BURST
-        ahead_s = self._active_s(state.priority) + sum(one.cost_s for one in self._queues[: state.priority])
-        ahead_s += self._queues[state.priority].ahead_s(tenant, arrived_at + budget_s)
-        return now_at + ahead_s + state.service_time.seconds > arrived_at + target * budget_s
-
-    def _admit(self, state: _KindState, tenant: str, arrived_at: float) -> Permit:
+    def _admit(self, state: KindState, tenant: str, arrived_at: float) -> Permit:
         holder = self._tenants.admitted(tenant, uses_device=state.kind.uses_device)
-        self._admitted += 1
-        self._add(state)
+        self._work.admitted += 1
+        self._work.add(state)
         return Permit(self, state, holder, arrived_at)
 
-    def _add(self, state: _KindState) -> None:
-        if not self._active:
-            self._departed_at = _NEVER  # what departs after an idle time tells nothing of the service time
-        self._active += 1
-        state.active += 1
+    # ---- permits
 
-    def _limit(self, state: _KindState) -> float:
-        fits = self._config.share * state.objective_s / max(state.service_time.seconds, 1e-9)
-        return min(max(fits, self._min), self._max)
-
-    def _has_room(self, state: _KindState) -> bool:
-        """Whether one more of a kind may be active beside those that are as important, or more."""
-        if self._admitted >= self._config.max_inflight:
-            return False
-        if state.active >= state.max_active and self._config.enabled and self._tenants.are_sharing():
-            return False
-        num_active = 0
-        used = 1 / self._limit(state)
-        for other in self._up_to[state.priority]:
-            if other.active:
-                num_active += other.active
-                used += other.active / self._limit(other)
-        return num_active < self._min or used <= 1.0 + 1e-9
-
-    def _is_anybody_before(self, state: _KindState) -> bool:
-        return self._waiting > 0 and any(map(len, self._queues[: state.priority + 1]))
-
-    def _active_s(self, priority: int) -> float:
-        """Seconds of active work that is as important, and of one less important request, which may have begun."""
-        ahead_s = 0.0
-        begun_s = 0.0
-        for state in self._kinds.values():
-            if state.active and state.priority <= priority:
-                ahead_s += state.active * state.service_time.seconds
-            elif state.active:
-                begun_s = max(begun_s, state.service_time.seconds)
-        return ahead_s + begun_s
-
-    # ---- leaving
-
-    def _left(self, state: _KindState, holder: Holder) -> None:
-        now_at = self._clock()
-        if self._departed_at > _NEVER:
-            state.service_time.observe(now_at - self._departed_at)
-            self._mix.observe(now_at - self._departed_at, state.objective_s)
-        state.active -= 1
-        self._active -= 1
-        self._admitted -= 1
+    def _left(self, state: KindState, holder: Holder) -> None:
+        self._work.left(state, self._clock())
         self._tenants.left(holder)
-        self._departed_at = now_at if self._active else _NEVER
         self._serve_next()
 
-    def _suspend(self, state: _KindState, holder: Holder) -> None:
-        state.active -= 1
-        self._active -= 1
-        holder.active -= 1
-        state.suspended += 1
-        if self._waiting:
+    def _suspend(self, state: KindState, holder: Holder, num: int) -> None:
+        """Count a permit as suspended, or with -1 as active again."""
+        state.suspended += num
+        holder.active -= num
+        self._work.add(state, -num)
+        if self._queue and num > 0:
             # later, because a block that need not wait at all is back before then
             asyncio.get_running_loop().call_soon(self._serve_next)
 
-    def _resume(self, state: _KindState, holder: Holder) -> None:
-        state.suspended -= 1
-        holder.active += 1
-        self._add(state)
-
     # ---- the queue
-
-    def _push(self, queued: QueuedRequest, state: _KindState) -> None:
-        self._queues[state.priority].push(queued)
-        self._waiting += 1
-        state.waiting += 1
-        if self._standing_since_at is None:
-            self._standing_since_at = self._clock()
-        if self._tick is None:
-            self._tick = asyncio.get_running_loop().call_later(TICK_S, self._check_late)
 
     def _serve_next(self) -> None:
         """Admit whoever is first in turn while there is room; reject whoever would be late by now."""
-        while (queued := self._first()) is not None:
-            state = self._kinds[queued.kind]
-            if not self._has_room(state):
+        while self._queue:
+            queued = self._queue.first(self._over_their_share, self._tenants.full())
+            if queued is None or not self._has_room(state := self._work.kinds[queued.kind]):
                 return
-            if queued.permit.cancelled() or (self._is_late(queued) and self._active >= self._min):
+            if queued.permit.cancelled() or (self._is_late(queued) and self._work.active >= self._work.min_active):
                 self._reject(queued)
                 continue
-            self._queues[state.priority].take(queued)
-            self._dequeued(state)
+            self._queue.take(queued, state.priority)
+            state.waiting -= 1
             queued.permit.set_result(self._admit(state, queued.tenant, queued.arrived_at))
 
-    def _first(self) -> QueuedRequest | None:
-        if not self._waiting:
-            return None
-        full = self._tenants.full()
-        for queue in self._queues:
-            over = _NOBODY
-            if len(queue.names) > 1:
-                of_permits = self._admitted + 1 >= self._config.max_inflight  # the last one is about to go
-                num = self._admitted if of_permits else self._active
-                over = self._tenants.over_their_share(queue.names, num, of_permits=of_permits)
-            if (queued := queue.head(over, full)) is not None:
-                return queued
-            if len(queue):
-                return None  # a less important kind must not take what these may not have
-        return None
+    def _over_their_share(self, waiting: Set[str]) -> Set[str]:
+        of_permits = self._work.admitted + 1 >= self._config.max_inflight  # the last one is about to go
+        num = self._work.admitted if of_permits else self._work.active
+        return self._tenants.over_their_share(waiting, num, of_permits=of_permits)
 
     def _reject(self, queued: QueuedRequest) -> None:
-        self._queues[self._kinds[queued.kind].priority].drop(queued)
-        self._dequeued(self._kinds[queued.kind])
+        self._remove(queued)
         if not queued.permit.done():  # else its client has just disconnected
             queued.permit.set_exception(_rejection(Refusal.LATE))
 
-    def _cancel(self, queued: QueuedRequest) -> None:
-        """Forget a request whose client disconnected; one that was admitted in this very turn leaves."""
-        if not queued.is_gone:
-            self._queues[self._kinds[queued.kind].priority].drop(queued)
-            self._dequeued(self._kinds[queued.kind])
-        elif queued.permit.done() and not queued.permit.cancelled() and queued.permit.exception() is None:
-            queued.permit.result().leave()
-
-    def _dequeued(self, state: _KindState) -> None:
+    def _remove(self, queued: QueuedRequest) -> None:
+        state = self._work.kinds[queued.kind]
+        self._queue.drop(queued, state.priority)
         state.waiting -= 1
-        self._waiting -= 1
-        if not self._waiting:
-            self._standing_since_at = None
 
     def _check_late(self) -> None:
         """Reject those whose turn will come too late; once more while the queue is not empty."""
         self._tick = None
-        for queue in self._queues:
-            while late := [queued for queued in queue.heads() if self._is_late(queued)]:
-                for queued in late:
-                    self._reject(queued)
+        while late := [queued for queued in self._queue.heads() if self._is_late(queued)]:
+            for queued in late:
+                self._reject(queued)
         self._serve_next()
-        if self._waiting and self._tick is None:
+        if self._queue and self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._check_late)
 
     def _is_late(self, queued: QueuedRequest) -> bool:
         """Whether a request would be late even if it were admitted now."""
-        done_at = self._clock() + self._active_s(self._kinds[queued.kind].priority) + queued.cost_s
+        done_at = self._clock() + self._work.seconds(self._work.kinds[queued.kind].priority) + queued.cost_s
         return done_at > queued.arrived_at + TARGET * queued.budget_s
 
 

@@ -150,6 +150,85 @@ UNEARNED_SHARE = 0.02  # of the event loop, for signals that nobody has earned, 
 _NOBODY: Set[str] = frozenset()
 
 
+class PriorityQueue(Generic[W]):
+    """Fair queues one behind the other, by importance; 0 goes first."""
+
+    def __init__(self, num_priorities: int, weights: Mapping[str, float], clock: Callable[[], float]) -> None:
+        """Start empty.
+
+        Args:
+            num_priorities: of them.
+            weights: of tenants; all others have 1.
+            clock: seconds that never go back.
+        """
+        self._queues = [FairQueue[W](weights) for _ in range(num_priorities)]
+        self._clock = clock
+        self._waiting = 0
+        self._since_at: float | None = None  # since when it has not been empty
+
+    def __len__(self) -> int:
+        return self._waiting
+
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Use other weights from now on."""
+        for queue in self._queues:
+            queue.weights = weights
+
+    def stood_s(self) -> float:
+        """Seconds for which it has not been empty."""
+        return 0.0 if self._since_at is None else self._clock() - self._since_at
+
+    def is_anybody_before(self, priority: int) -> bool:
+        """Whether something waits that is as important, or more."""
+        return self._waiting > 0 and any(map(len, self._queues[: priority + 1]))
+
+    def ahead_s(self, priority: int, tenant: str, due_at: float) -> float:
+        """Estimate the seconds of work that would go before a request that came now."""
+        if not self._waiting:
+            return 0.0
+        before_s = sum(queue.cost_s for queue in self._queues[:priority])
+        return before_s + self._queues[priority].ahead_s(tenant, due_at)
+
+    def push(self, queued: W, priority: int) -> None:
+        """Add a request."""
+        self._queues[priority].push(queued)
+        self._waiting += 1
+        if self._since_at is None:
+            self._since_at = self._clock()
+
+    def first(self, over: Callable[[Set[str]], Set[str]], without: Set[str]) -> W | None:
+        """Return the request that goes next; None = nothing waits that may go.
+
+        Args:
+            over: of the tenants that wait, names those that go behind the others.
+            without: tenants that may not go; what is less important must not take what they may not have.
+        """
+        for queue in self._queues:
+            if not len(queue):
+                continue
+            return queue.head(over(queue.names) if len(queue.names) > 1 else _NOBODY, without)
+        return None
+
+    def heads(self) -> list[W]:
+        """List the request of each tenant that goes first among its own, of every importance."""
+        return [head for queue in self._queues for head in queue.heads()]
+
+    def take(self, queued: W, priority: int) -> None:
+        """Remove a request that is served."""
+        self._queues[priority].take(queued)
+        self._removed()
+
+    def drop(self, queued: W, priority: int) -> None:
+        """Remove a request that will not be served."""
+        self._queues[priority].drop(queued)
+        self._removed()
+
+    def _removed(self) -> None:
+        self._waiting -= 1
+        if not self._waiting:
+            self._since_at = None
+
+
 class Holder:
     """What one tenant holds."""
 

@@ -28,8 +28,7 @@ from aiohttp import web
 
 from npu_gr.core.errors import BodyTooSlow, Overloaded, Refusal, TooLarge, Unavailable
 from npu_gr.core.kinds import Kind
-from npu_gr.jobs.base import Admission as AdmissionControl
-from npu_gr.jobs.base import Permit
+from npu_gr.jobs.base import AdmissionControl, HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import is_promised
 from npu_gr.server.admission.controller import MESSAGES
@@ -133,7 +132,7 @@ class Admission:
 
     async def enter(
         self, request: web.Request, kind: Kind[Any, Any], tenant: str, arrived_at: float, budget_s: float
-    ) -> Permit:
+    ) -> HeldPermit:
         """Wait until the request is admitted.
 
         Args:

@@ -542,7 +542,7 @@ def test_the_service_time_stays_between_nothing_and_the_largest_sample(gaps_s: l
 
 def test_what_would_be_rejected_is_and_nothing_changes_by_asking() -> None:
     with Held() as held:
-        held.admission._kinds[RANK.name].service_time.seconds = 0.02
+        held.admission._work.kinds[RANK.name].service_time.seconds = 0.02
         asked = []
         for _ in range(12):
             says = held.admission.would_reject(RANK.name, "", held.loop.time(), 1.0)
@@ -554,6 +554,6 @@ def test_what_would_be_rejected_is_and_nothing_changes_by_asking() -> None:
 def test_a_proxy_is_told_how_many_fit_its_share_of_the_objective() -> None:
     with Held() as held:
         for service_s, limit in ((1e-5, 64), (0.0005, 12), (0.001, 6), (1.0, 2)):
-            held.admission._mix.service_time.seconds = service_s
-            held.admission._mix.objective_s = RANK.objective_s
+            held.admission._work._mix.service_time.seconds = service_s
+            held.admission._work._mix.objective_s = RANK.objective_s
             assert held.admission.proxy_limit(0.12, 2, 64) == limit
