@@ -14,9 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from npu_gr.core.request import Outcome
-from npu_gr.replay import study as studies
-from npu_gr.replay.report import BIN_ANSWERS, LATE_S, PERCENTILES, Report
-from npu_gr.replay.study import Study, row
+from npu_gr.replay.report import BIN_ANSWERS, LATE_S, PERCENTILES, Report, Study, arrivals, row
 from npu_gr.replay.tally import HITS
 
 Points = Sequence[tuple[float, float]]
@@ -246,9 +244,6 @@ def _summary(study: Study) -> str:
         [f'<a href="#run-{i}">{escape(cells[0])}</a>', *cells[1:]] for i, cells in enumerate(map(row, study.runs), 1)
     ]
     text = table(_RUN_COLUMNS, rows)
-    if study.ended:
-        rate = "none" if study.highest_per_s is None else f"{study.highest_per_s:.3g} ranks/s"
-        text += f"<p>Highest rate that keeps the SLO: <b>{rate}</b> ({escape(study.ended)}).</p>"
     return text + f'<div class="plots">{figure("Goodput against offered load", _goodput(study.runs))}</div>'
 
 
@@ -270,7 +265,7 @@ def _run(run: Report, anchor: str) -> str:
         columns, [[escape(r.name), str(r.count), *(f"{v:.2f}" for v in r.ms.values())] for r in run.latencies]
     )
     facts = table(("", ""), [[escape(key), escape(value)] for key, value in _facts(run)])
-    heading = f'<h2 id="{anchor}">{escape(studies.name(run))}</h2>'
+    heading = f'<h2 id="{anchor}">{escape(arrivals(run.settings))}</h2>'
     return f'{heading}{cut}{warning}<div class="plots">{figures}</div>{latencies}<div class="facts">{facts}</div>'
 
 

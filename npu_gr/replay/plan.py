@@ -36,7 +36,6 @@ from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.settings import Count, Positive, Seconds
 from npu_gr.replay.log import SCORED, QueryRecord
 
-ProcessCount = Annotated[int, Meta(ge=1, le=64)]  # of the load generator
 _Gap = Annotated[float, Meta(ge=0, le=3600)]
 
 
@@ -67,7 +66,6 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     histories: Annotated[
         Literal["logged", "whole", "delta"], Meta(description="how histories are sent; logged = as the log has them")
     ] = "logged"
-    skip: Annotated[int, Meta(ge=0, description="log records to leave out at the start")] = 0
     start_s: Annotated[float, Meta(ge=0, description="log seconds to leave out at the start")] = 0.0
     limit: Annotated[Count | None, Meta(description="log records, oldest first; None = all")] = None
     sample_users: Annotated[float, Meta(gt=0, le=1, description="share of the users to replay, by hash")] = 1.0
@@ -75,7 +73,6 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     warmup_s: Annotated[float, Meta(ge=0, description="s of sending at the start that are not counted")] = 0.0
     timeout_s: Annotated[Seconds, Meta(description="budget in s of a request whose record has no deadline_ms")] = 1.0
     slo_s: Annotated[Seconds, Meta(description="s from due to answered that a good rank takes at most")] = 0.1
-    processes: Annotated[ProcessCount, Meta(description="clients, each with its share of the users")] = 1
     bad_lines: Annotated[Literal["fail", "skip"], Meta(description="a line of the log that is no record")] = "fail"
     seed: Annotated[int, Meta(ge=0, description="of random arrivals and delays")] = 0
 
@@ -146,8 +143,7 @@ Due = tuple[float, int, int, QueryRecord]  # due time, place among equal times, 
 
 def _chosen(records: Iterable[QueryRecord], options: ReplayOptions) -> Iterator[tuple[int, QueryRecord]]:
     first_ts = None
-    stop = None if options.limit is None else options.skip + options.limit
-    for number, record in islice(enumerate(records), options.skip, stop):
+    for number, record in islice(enumerate(records), options.limit):
         first_ts = record.ts if first_ts is None else first_ts
         if record.ts - first_ts < options.start_s:
             continue

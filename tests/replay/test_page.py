@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from npu_gr.replay.page import Axis, lines, page
-from npu_gr.replay.report import BIN_ANSWERS, Report, TierSample, summarise
-from npu_gr.replay.study import Study
+from npu_gr.replay.report import BIN_ANSWERS, Report, Study, TierSample, summarise
 from npu_gr.replay.tally import MAX_POINTS, Tally
 from tests.replay.test_report import sample
 
@@ -45,7 +44,7 @@ def run(rate: float, seed: int = 0) -> Report:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    study = Study(runs=[run(50.0), run(100.0, 1), run(200.0, 2)], highest_per_s=100.0, ended="200/s breaks it")
+    study = Study(runs=[run(50.0), run(100.0, 1), run(200.0, 2)])
     return page(study, "A <title> & more")
 
 
