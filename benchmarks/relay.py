@@ -33,6 +33,7 @@ from itertools import product
 from pathlib import Path
 
 import click
+import msgspec
 import numpy as np
 
 from benchmarks.frame import BACKEND, COUNT, FILE, SEED, THREADS, Line, Numbers, compared, only, option
@@ -53,7 +54,6 @@ from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.core.history import UserKey
 from npu_gr.relay.config import TriggerConfig
-from npu_gr.replay.convert import read_mooncake
 
 PARTS = ("arms", "longest", "trigger")
 OPTIONS = (
@@ -245,10 +245,20 @@ def lines(
         parts: of `PARTS`.
     """
     device = choose(backend)
-    sessions = [] if trace is None else [r.session(n) for n, r in enumerate(read_mooncake(trace))]
+    sessions = [] if trace is None else read_sessions(trace)
     for num_tokens, num_candidates in product(lengths, candidates):
         shape = Shape(num_tokens, num_candidates, layers, dim)
         yield from ShapeBench(shape, device, count, lowest, seed).lines(sessions, parts)
+
+
+class _TraceLine(msgspec.Struct, frozen=True):
+    hash_ids: list[int]  # of its blocks of 512 tokens; an equal id means equal content from the start to there
+
+
+def read_sessions(path: Path) -> list[int]:
+    """The session of each request of a Mooncake trace: its second block, because the first is the system prompt."""
+    lines = msgspec.json.Decoder(_TraceLine).decode_lines(path.read_bytes())
+    return [one.hash_ids[1] if len(one.hash_ids) > 1 else -1 - place for place, one in enumerate(lines)]
 
 
 class ShapeBench:

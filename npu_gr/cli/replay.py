@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ def replay() -> None:
 @replay.command("run", short_help="Replay a query log open loop.")
 @click.argument("log", type=FILE)
 @click.option("--url", "base_url", default="http://127.0.0.1:8080", show_default=True)
-@click.option("--admin-url", help="Admin address of the instance, for the report's memory tiers.")
 @click.option("--speed", "speeds", multiple=True, type=float, help="Log seconds a second; repeat it for a sweep.  [1]")
 @click.option(
     "--rate",
@@ -42,14 +40,7 @@ def replay() -> None:
     help="Ranks a second instead of the log's times; repeat it for a sweep.",
 )
 @click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"]))
-@click.option("--ramp-to", type=float, help="Ranks a second that --rate grows to, over --ramp-seconds.")
-@click.option("--ramp-seconds", "ramp_s", default=60.0, show_default=True)
 @click.option("--closed", type=int, help="Keep so many requests in flight, the next when one is over; no arrivals.")
-@click.option("--search", nargs=2, type=float, metavar="LOW HIGH", help="Find the highest rate that keeps the SLO.")
-@click.option("--step-seconds", "step_s", default=20.0, show_default=True, help="Of each rate of the search.")
-@click.option(
-    "--target", "target_ratio", default=0.99, show_default=True, help="Share within the SLO that the search asks for."
-)
 @click.option("--signal-lead-ms", type=float, help="Signal so long before a rank whose signal the log lacks.  [50]")
 @click.option("--rank-delay-ms", type=float, help="Signal at the log's time, and rank so much later (median).")
 @click.option("--rank-delay-p99-ms", type=float, help="P99 of that delay, log-normal.")
@@ -64,12 +55,6 @@ def replay() -> None:
 )
 @click.option("--timeout-ms", default=1000.0, show_default=True)
 @click.option("--slo-ms", default=50.0, show_default=True)
-@click.option("--processes", default=1, show_default=True, help="Client processes, each with its share of the users.")
-@click.option(
-    "--max-processes",
-    type=click.IntRange(1, 64),
-    help="The search raises --processes to so many where they send late.  [the cores that it may use]",
-)
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=FILE, help="Folder for report.json, report.html and answers.jsonl.gz.")
@@ -83,34 +68,26 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
     from rich.console import Console
 
     from npu_gr.replay.page import page
-    from npu_gr.replay.run import replay_from, stop_on_interrupt
-    from npu_gr.replay.study import RateSearchOptions, Study, search, sweep
+    from npu_gr.replay.report import Study
+    from npu_gr.replay.run import replay, stop_on_interrupt
 
-    within = given.pop("search")
-    step = {name: given.pop(name) for name in ("step_s", "target_ratio")}
-    most = given.pop("max_processes") or max(given["processes"], _cores())
     runs = _options(given)
-    searched = None
-    if within is not None:
-        searched = _checked(RateSearchOptions, low_per_s=within[0], high_per_s=within[1], max_processes=most, **step)
 
     async def work() -> Study:
         if out is not None:
             await asyncio.to_thread(_make, out)
-        made = 0
+        found = []
         with stop_on_interrupt() as stop, _progress() as show:
-
-            async def play(options: ReplayOptions) -> Any:
-                nonlocal made
-                made += 1
-                name = "answers.jsonl.gz" if made == 1 else f"answers-{made}.jsonl.gz"
-                show.begin(f"run {made}")
-                answers = None if out is None or searched else out / name
-                return await replay_from(log, options, stop, show, answers, keep == "scores")
-
-            if searched is not None:
-                return await search(play, runs[0], searched, stop, show.say)
-            return await sweep(play, runs, stop)
+            for place, options in enumerate(runs, 1):
+                show.begin(f"run {place}")
+                name = "answers.jsonl.gz" if place == 1 else f"answers-{place}.jsonl.gz"
+                answers = None if out is None else out / name
+                found.append(
+                    await replay(log, options, stop=stop, show=show, answers=answers, keep_scores=keep == "scores")
+                )
+                if stop.is_set():
+                    break
+        return Study(runs=found)
 
     study = run_async(work)
     if out is not None:
@@ -121,12 +98,6 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
         click.echo(study.to_json())
     else:
         Console(width=max(110, Console().width)).print(study.render())
-
-
-def _cores() -> int:
-    """Count the cores that this process may use; where the system does not say, all."""
-    usable = getattr(os, "sched_getaffinity", lambda _pid: range(os.cpu_count() or 1))
-    return min(len(usable(0)), 64)
 
 
 def _options(given: dict[str, Any]) -> list[ReplayOptions]:
@@ -187,7 +158,7 @@ def _progress() -> Iterator[Any]:
     with Bars(*columns, console=Console(file=sys.stderr), transient=True) as bars:
 
         class ShowProgress:
-            """Moves a bar at every call; `begin` starts a new bar, `say` prints a line above them."""
+            """Moves a bar at every call; `begin` starts a new bar."""
 
             def begin(self, name: str) -> None:
                 self._task = bars.add_task(name, total=1.0, text="")
@@ -195,9 +166,6 @@ def _progress() -> Iterator[Any]:
             def __call__(self, progress: Progress) -> None:
                 text = f"{progress.num_done} answered, {progress.num_good} ranks in time"
                 bars.update(self._task, completed=progress.read_ratio, text=text)
-
-            def say(self, text: str) -> None:
-                bars.console.print(text, soft_wrap=True, highlight=False)
 
         yield ShowProgress()
 
@@ -238,7 +206,7 @@ def compare_command(
 
 @replay.group("convert", short_help="Make query logs of other data.")
 def convert() -> None:
-    """Make query logs from ratings, from Mooncake traces, or by a query of any log."""
+    """Make query logs from ratings, or by a query of any log."""
 
 
 OUT = click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz or .jsonl.zst")
@@ -285,31 +253,6 @@ def convert_ratings(
     old = to_train_on(log.users, log.timestamps, split)
     before = log[old] if whole else None
     records = from_ratings(log[~old], _vocabulary(checkpoint, log), before=before, num_candidates=candidates, seed=seed)
-    click.echo(f"{write(out, records)} records in {out}")
-
-
-@convert.command("mooncake", short_help="Arrivals of a trace over histories of ratings.")
-@click.argument("trace", type=FILE)
-@click.option("--ratings", required=True, type=FILE, help="The histories: .inter or .jsonl.")
-@OUT
-@CHECKPOINT
-@click.option("--lengths", default="real", show_default=True, type=click.Choice(["real", "trace"]))
-@click.option("--scale", default=1.0, show_default=True, help="Of --lengths trace: events a token.")
-@click.option("--spread", "spread_s", default=0.0, show_default=True, help="Seconds; the trace stamps in ticks of 3 s.")
-@click.option("--candidates", "num_candidates", default=100, show_default=True)
-@click.option("--seed", default=0, show_default=True)
-@VALUE_COLUMN
-def convert_mooncake(
-    trace: Path, ratings: Path, out: Path, checkpoint: Path | None, value_column: str, **given: Any
-) -> None:
-    """Lay the arrivals and returns of a Mooncake TRACE over the histories of ratings. Say so beside figures from it."""
-    from npu_gr.features.interactions import read_interactions
-    from npu_gr.replay.convert import MooncakeOptions, from_mooncake, read_mooncake
-    from npu_gr.replay.files import write
-
-    log = read_interactions(ratings, value_column=value_column)
-    options = _checked(MooncakeOptions, **given)
-    records = from_mooncake(read_mooncake(trace), log, _vocabulary(checkpoint, log), options)
     click.echo(f"{write(out, records)} records in {out}")
 
 

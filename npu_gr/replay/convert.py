@@ -1,21 +1,14 @@
-"""Make query logs from public data: from ratings, or from a Mooncake trace over the histories of ratings.
-
-Nobody publishes a recommender's log with users and with arrivals in milliseconds. The honest composite joins real
-arrivals and returns (a Mooncake trace: requests, and the prefix blocks they share) with real histories (ratings), by a
-rule with a seed. Figures from it must say so.
-"""
+"""Make query logs of other data: of ratings, or by a query for DuckDB."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
-from itertools import groupby
 from operator import attrgetter
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 from uuid import UUID
 
 import msgspec
@@ -26,9 +19,8 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, RANK
 from npu_gr.core.names import ActionNames, item_ids
-from npu_gr.core.settings import Count, Positive
 from npu_gr.core.words import near, quoted
-from npu_gr.features.interactions import Interactions, read_lines
+from npu_gr.features.interactions import Interactions
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 
 LIKE = 4.0  # the least rating that counts as a like
@@ -136,123 +128,6 @@ def from_ratings(
                 events = LoggedHistory.of(happened)
                 records.append(QueryRecord(ts=float(shown_at), kind=EVENTS.name, user_id=user, events=events))
     return sorted(records, key=attrgetter("ts"))
-
-
-class MooncakeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a trace."""
-
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]  # ms
-    input_length: Count  # tokens
-    hash_ids: list[int]  # of its blocks of 512 tokens; an equal id means equal content from the start to there
-
-    def session(self, number: int) -> int:
-        """The session of request `number`: its second block, because the first is everybody's system prompt."""
-        return self.hash_ids[1] if len(self.hash_ids) > 1 else -1 - number
-
-
-class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the requests of a trace become requests of users."""
-
-    lengths: Literal["real", "trace"] = "real"
-    scale: Positive = 1.0  # of lengths "trace": events a token of the trace
-    spread_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # requests with the same stamp are spread over so long
-    num_candidates: Count = 100
-    split_ratio: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.8  # of a user's events, known before the first visit
-    max_slice: Count = 20  # events between two visits
-    seed: Annotated[int, msgspec.Meta(ge=0)] = 0
-
-
-def read_mooncake(path: Path) -> list[MooncakeRequest]:
-    """Read a trace whole.
-
-    Raises:
-        DataError: names the file, the line and the reason.
-    """
-    decode = msgspec.json.Decoder(MooncakeRequest).decode
-    requests = []
-    for number, line in enumerate(read_lines(path), 1):
-        try:
-            requests.append(decode(line))
-        except msgspec.MsgspecError as error:
-            raise DataError(f"{path}, line {number}: {error}") from error
-    return requests
-
-
-def from_mooncake(
-    trace: Sequence[MooncakeRequest], log: Interactions, vocabulary: ModelVocabulary, options: MooncakeOptions
-) -> Iterator[QueryRecord]:
-    """One rank for each request of the trace, at its time. Each session becomes a user with a real user's history.
-
-    Session k has the history of the k-th user of a seeded permutation. When every user has been taken, they are taken
-    again under other names, so a user returns only where the trace does. Histories come whole.
-
-    Args:
-        trace: as `read_mooncake` reads it.
-        log: the histories.
-        vocabulary: of the served model.
-        options: `lengths` "real" gives a first visit the oldest `split_ratio` of the user's events, and each later
-            visit some more. "trace" gives input_length x `scale` events: the user's own, repeated, hence synthetic
-            beyond their real number.
-    """
-    random = np.random.default_rng(options.seed)
-    sessions = [request.session(number) for number, request in enumerate(trace)]
-    users = users_of(log)
-    permutation = random.permutation(len(users))
-    places = {session: place for place, session in enumerate(dict.fromkeys(sessions))}
-    visits = Counter(sessions)
-    made = Counter[int]()  # visits of a session so far
-    longest = Counter[int]()  # events that a session has had so far
-    for ts, request, session in _timed(trace, sessions, options.spread_s, random):
-        place = places[session]
-        name, part = users[permutation[place % len(users)]]
-        visit = made[session]
-        made[session] += 1
-        if options.lengths == "real":
-            length, next_ = _real(part, visit, visits[session], options)
-        else:
-            longest[session] = max(longest[session], round(request.input_length * options.scale), 1)
-            length = longest[session]
-            next_ = part[:0]
-        history = _over_and_over(vocabulary.events(part), length)
-        shown, labels = _shown(next_, np.setdiff1d(vocabulary.item_ids, part.items), options.num_candidates, random)
-        yield QueryRecord(
-            ts=ts,
-            kind=RANK.name,
-            user_id=f"{name}.{place // len(users)}",
-            history=LoggedHistory.of(history),
-            candidates=np.array(shown, "<i8").tobytes(),
-            timestamp=int(next_.timestamps[0]) if len(next_) else int(history.timestamps[-1]) + 1,
-            labels=labels if len(next_) else {},
-        )
-
-
-def _timed(
-    trace: Sequence[MooncakeRequest], sessions: Sequence[int], spread_s: float, random: np.random.Generator
-) -> Iterator[tuple[float, MooncakeRequest, int]]:
-    """(seconds, request, session) of each request. Requests with the same stamp keep their order."""
-    rows: Iterable[tuple[MooncakeRequest, int]] = zip(trace, sessions, strict=True)
-    for stamp, group in groupby(rows, key=lambda row: row[0].timestamp):
-        together = list(group)
-        offsets = np.sort(random.uniform(0.0, spread_s, len(together))) if spread_s else np.zeros(len(together))
-        for (request, session), offset_s in zip(together, offsets.tolist(), strict=True):
-            yield stamp * 1e-3 + offset_s, request, session
-
-
-def _real(part: Interactions, visit: int, visits: int, options: MooncakeOptions) -> tuple[int, Interactions]:
-    """The number of events that the user has had at a visit, and the events until the next visit."""
-    known = max(1, round(len(part) * options.split_ratio))
-    step = min(options.max_slice, options.num_candidates, max(1, (len(part) - known) // visits))
-    length = min(known + visit * step, len(part))
-    return length, part[length : length + step]
-
-
-def _over_and_over(events: Events, length: int) -> Events:
-    """The first `length` events of an endless repetition, each round later than the one before."""
-    if length <= len(events):
-        return events[:length]
-    rounds, place = np.divmod(np.arange(length), len(events))
-    span_s = int(events.timestamps[-1] - events.timestamps[0]) + 1
-    return Events(events.items[place], events.actions[place], events.timestamps[place] + rounds * span_s)
 
 
 # ---- a query for DuckDB

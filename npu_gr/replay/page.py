@@ -14,9 +14,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from npu_gr.core.request import Outcome
-from npu_gr.replay import study as studies
-from npu_gr.replay.report import BIN_ANSWERS, LATE_S, PERCENTILES, Report
-from npu_gr.replay.study import Study, row
+from npu_gr.replay.report import BIN_ANSWERS, LATE_S, PERCENTILES, Report, Study, arrivals, row
 from npu_gr.replay.tally import HITS
 
 Points = Sequence[tuple[float, float]]
@@ -224,8 +222,6 @@ _WORDS = {
     "memory (dram_hit), or while they were being computed (joined)",
     "miss_full, degraded": "ranks that computed all of the history; that read only its newest part, to be in time",
     "cached tokens": "share of all history tokens that were read from KV instead of being computed",
-    "live, reserved, evictable": "bytes that are leased or wait for a rank; that work in the queue will fill; that "
-    "give way to others",
 }
 
 
@@ -246,9 +242,6 @@ def _summary(study: Study) -> str:
         [f'<a href="#run-{i}">{escape(cells[0])}</a>', *cells[1:]] for i, cells in enumerate(map(row, study.runs), 1)
     ]
     text = table(_RUN_COLUMNS, rows)
-    if study.ended:
-        rate = "none" if study.highest_per_s is None else f"{study.highest_per_s:.3g} ranks/s"
-        text += f"<p>Highest rate that keeps the SLO: <b>{rate}</b> ({escape(study.ended)}).</p>"
     return text + f'<div class="plots">{figure("Goodput against offered load", _goodput(study.runs))}</div>'
 
 
@@ -258,7 +251,6 @@ def _run(run: Report, anchor: str) -> str:
         ("Latency, cumulative", _cdf(run)),
         ("Outcomes", _outcomes(run)),
         ("Hit ratios", _hits(run)),
-        ("Bytes of the memory tiers", _tiers(run)),
     )
     figures = "".join(figure(title, plot) for title, plot in plots)
     warning = (
@@ -270,7 +262,7 @@ def _run(run: Report, anchor: str) -> str:
         columns, [[escape(r.name), str(r.count), *(f"{v:.2f}" for v in r.ms.values())] for r in run.latencies]
     )
     facts = table(("", ""), [[escape(key), escape(value)] for key, value in _facts(run)])
-    heading = f'<h2 id="{anchor}">{escape(studies.name(run))}</h2>'
+    heading = f'<h2 id="{anchor}">{escape(arrivals(run.settings))}</h2>'
     return f'{heading}{cut}{warning}<div class="plots">{figures}</div>{latencies}<div class="facts">{facts}</div>'
 
 
@@ -355,14 +347,6 @@ def _hits(run: Report) -> str:
             for part in run.bins
         ]
     return lines(series, TIME, Axis("share of the ranks", high=1.02))
-
-
-def _tiers(run: Report) -> str:
-    if not run.tiers:
-        return '<p class="dim">No --admin-url was given, or it shows no npu_gr_kv_bytes at /metrics.</p>'
-    names = [key for key in run.tiers[0].bytes if not key.endswith(" free")]
-    series = {key: [(tier.taken_at, tier.bytes.get(key, 0.0)) for tier in run.tiers] for key in names}
-    return lines(series, TIME, Axis("bytes"))
 
 
 def figure(title: str, plot: str) -> str:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from rich.console import Group
-from rich.table import Table
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
 
 from npu_gr import __version__
 from npu_gr.replay.log import RECORDED, SCORED
@@ -32,14 +33,6 @@ class Latencies:
     name: str  # "rank", or "rank hbm_hit"
     count: int
     ms: dict[str, float]  # "p50" ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierSample:
-    """Bytes of the memory tiers at one instant, from the service's /metrics."""
-
-    taken_at: float  # seconds after the run began
-    bytes: dict[str, float]  # "hbm live": bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +67,6 @@ class Report:
     slices: list[dict[str, Any]] = field(default_factory=list)  # the run by time
     bins: list[dict[str, Any]] = field(default_factory=list)  # by stretches with enough answers for percentiles
     points: list[tuple[float, float, str]] = field(default_factory=list)  # of a sample: due at s, ms, outcome
-    tiers: list[TierSample] = field(default_factory=list)
 
     @property
     def goodput_per_s(self) -> float:
@@ -105,7 +97,6 @@ class Report:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "latencies"}
         return {
             **fields,
-            "tiers": [{"at_s": tier.taken_at, **tier.bytes} for tier in self.tiers],
             "latencies_ms": {row.name: {"count": row.count, **row.ms} for row in self.latencies},
             "goodput_per_s": self.goodput_per_s,
             "slo_attainment_ratio": self.attainment_ratio if self.num_ranks else None,
@@ -174,17 +165,15 @@ def summarise(
     tally: Tally,
     settings: dict[str, Any],
     interrupted: bool = False,
-    tiers: Iterable[TierSample] = (),
     bad_lines: Iterable[str] = (),
     num_bad_lines: int = 0,
 ) -> Report:
     """Make the report of a run.
 
     Args:
-        tally: the sums of all its clients.
+        tally: its sums.
         settings: of the run, for the report.
         interrupted: the run was ended early.
-        tiers: bytes of the memory tiers, in order of time.
         bad_lines: reasons of the first bad lines of the log.
         num_bad_lines: all of them.
     """
@@ -223,7 +212,6 @@ def summarise(
         slices=_slices(tally),
         bins=_bins(tally),
         points=[(round(p.due_at, 3), round(p.latency_s * 1e3, 3), p.outcome) for p in tally.scatter.points()],
-        tiers=list(tiers),
     )
 
 
@@ -304,3 +292,65 @@ def _percentiles(latency: Latency) -> dict[str, float]:
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:
     return dict(sorted(counts.items()))
+
+
+# ---- several runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """Reports of several runs, in the order they were made."""
+
+    runs: list[Report] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values that JSON has."""
+        return {"runs": [run.as_dict() for run in self.runs]}
+
+    def to_json(self) -> str:
+        """`as_dict` as text. A figure that could not be measured is null."""
+        return msgspec.json.format(msgspec.json.encode(self.as_dict()), indent=2).decode()
+
+    def render(self) -> RenderableType:
+        """Tables for a terminal: one run has tables of its own, of several each is a row."""
+        if len(self.runs) == 1:
+            return self.runs[0].render()
+        columns = (
+            "offered/s",
+            "goodput/s",
+            "within SLO",
+            "P50 ms",
+            "P99 ms",
+            "hits",
+            "cached tokens",
+            "send-lag P99 ms",
+        )
+        run_column = Column("run", no_wrap=True)
+        table = Table(run_column, *columns, box=box.SIMPLE, title=f"ranks within {self.runs[0].slo_s * 1e3:g} ms")
+        for run in self.runs:
+            table.add_row(*row(run))
+        return table
+
+
+def arrivals(settings: dict[str, Any]) -> str:
+    """What sets a run of these settings apart from the others."""
+    if settings["closed"] is not None:
+        return f"closed, {settings['closed']} in flight"
+    if settings["rate"] is not None:
+        return f"{settings['arrival']} {settings['rate']:.4g}/s"
+    return f"log x {settings['speed']:g}"
+
+
+def row(run: Report) -> list[str]:
+    """A run's line in the table of several."""
+    return [
+        arrivals(run.settings) + (", interrupted" if run.interrupted else ""),
+        f"{run.offered_per_s:.1f}",
+        f"{run.goodput_per_s:.1f}",
+        f"{run.attainment_ratio:.2%}",
+        f"{run.latency_ms('rank', 'p50'):.2f}",
+        f"{run.latency_ms('rank', 'p99'):.2f}",
+        f"{sum(run.hit_ratio(hit) for hit in HITS):.1%}",
+        f"{run.prefix_tokens_ratio:.1%}",
+        f"{run.lag_ms['p99']:.2f}" + (" LATE" if run.was_late else ""),
+    ]

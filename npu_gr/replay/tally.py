@@ -1,4 +1,4 @@
-"""The sums of a run, in constant memory however long it is. The sums of several clients can be merged.
+"""The sums of a run, in constant memory however long it is.
 
 Latencies are HDR histograms of the whole run and of its slices of time, and a sample of points. The quality of served
 scores is exact, and fair to ties: these count as the mean over every order of them, so a model that cannot tell the
@@ -38,7 +38,6 @@ class Latency:
     """
 
     def __init__(self, digits: int = 3) -> None:
-        self._digits = digits
         self._counts: Any = HdrHistogram(1, int(MAX_S * _UNITS_PER_S), digits)
 
     def __len__(self) -> int:
@@ -60,13 +59,6 @@ class Latency:
         """(seconds, share of the values that are at most so long), ascending."""
         for step in self._counts.get_recorded_iterator():
             yield step.value_iterated_to / _UNITS_PER_S, step.total_count_to_this_value / len(self)
-
-    def __getstate__(self) -> tuple[int, bytes]:
-        return self._digits, self._counts.encode()
-
-    def __setstate__(self, state: tuple[int, bytes]) -> None:
-        self._digits = state[0]
-        self._counts = HdrHistogram.decode(state[1])
 
 
 @dataclass(slots=True)
@@ -101,15 +93,6 @@ class Slices:
             self.slices.append(Slice())
         return self.slices[index]
 
-    def merge(self, other: Slices) -> None:
-        """Count all requests of `other` too; `other` becomes as coarse as this one."""
-        while self.width_s < other.width_s:
-            self._halve()
-        while other.width_s < self.width_s:
-            other._halve()
-        for index, part in enumerate(other.slices):
-            self.at((index + 0.5) * self.width_s).merge(part)
-
     def _halve(self) -> None:
         self.width_s *= 2
         for left, right in zip(self.slices[::2], self.slices[1::2], strict=False):
@@ -126,10 +109,7 @@ class Point(NamedTuple):
 
 
 class Scatter:
-    """A sample of a run's requests: all of them, or beyond `max_points` those with the smallest hashes.
-
-    The hash is of the request alone, so it does not matter who counted it: parts merge to the sample of the whole.
-    """
+    """A sample of a run's requests: all of them, or beyond `max_points` those with the smallest hashes."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self._max_points = max_points
@@ -137,22 +117,15 @@ class Scatter:
 
     def add(self, number: int, point: Point) -> None:
         """Count one request: its number in the log, and what became of it."""
-        self._keep(-xxhash.xxh3_64_intdigest(struct.pack("<qd", number, point.due_at)), point)
-
-    def merge(self, other: Scatter) -> None:
-        """Count all requests of `other` too."""
-        for rank, point in other._kept:
-            self._keep(rank, point)
+        entry = (-xxhash.xxh3_64_intdigest(struct.pack("<qd", number, point.due_at)), point)
+        if len(self._kept) < self._max_points:
+            heapq.heappush(self._kept, entry)
+        else:
+            heapq.heappushpop(self._kept, entry)
 
     def points(self) -> list[Point]:
         """List the sample, by due time."""
         return sorted(point for _, point in self._kept)
-
-    def _keep(self, rank: int, point: Point) -> None:
-        if len(self._kept) < self._max_points:
-            heapq.heappush(self._kept, (rank, point))
-        else:
-            heapq.heappushpop(self._kept, (rank, point))
 
 
 # ---- quality of served scores
@@ -213,10 +186,6 @@ class PooledAuc:
         ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))  # as unsigned integers in the scores' order
         rounded = np.minimum(ordered.astype(np.int64) + (1 << (31 - _KEPT_BITS)), (1 << 32) - 1)
         np.add.at(self.counts, (labels.astype(np.int64), rounded >> (32 - _KEPT_BITS)), 1)
-
-    def merge(self, other: PooledAuc) -> None:
-        """Count all scores of `other` too."""
-        self.counts += other.counts
 
     def value(self) -> float:
         """The AUC; NaN without a positive, or without a negative."""
@@ -320,37 +289,3 @@ class Tally:
             if not np.isnan(gain):
                 self.ndcg[task][0] += gain
                 self.ndcg[task][1] += 1
-
-    def merge(self, other: Tally) -> None:
-        """Add all sums of another client."""
-        for name in ("num_warmup", "num_scored", "num_within_slo", "num_resent", "num_bytes"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.history_tokens += other.history_tokens
-        self.prefix_tokens += other.prefix_tokens
-        for mine, theirs in ((self.latencies, other.latencies), (self.stages, other.stages)):
-            for name, latency in theirs.items():
-                mine[name].merge(latency)
-        self.lag.merge(other.lag)
-        self.slices.merge(other.slices)
-        self.scatter.merge(other.scatter)
-        for name in ("outcomes", "reasons", "errors", "model_versions", "logged_digests"):
-            getattr(self, name).update(getattr(other, name))
-        self.first_due_at = min(self.first_due_at, other.first_due_at)
-        self.last_due_at = max(self.last_due_at, other.last_due_at)
-        self.ended_at = max(self.ended_at, other.ended_at)
-        for task, pooled in other.auc.items():
-            self.auc[task].merge(pooled)
-        for task, (total, num) in other.ndcg.items():
-            self.ndcg[task][0] += total
-            self.ndcg[task][1] += num
-
-    def __getstate__(self) -> dict[str, object]:
-        return {name: dict(value) if isinstance(value, defaultdict) else value for name, value in vars(self).items()}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        fresh = vars(Tally(0.0))
-        for name, value in state.items():
-            if isinstance(fresh[name], defaultdict):
-                fresh[name].update(value)
-                value = fresh[name]
-            setattr(self, name, value)

@@ -58,6 +58,7 @@ class Proxy:
         self.folder = folder
         self._number = 0  # of the set of files
         self._process: asyncio.subprocess.Process | None = None
+        self._words: asyncio.Task[None] | None = None  # copies what it says into the log
 
     async def put(self, made: dict[str, str]) -> None:
         """Put a set of files in force for the next start or reload.
@@ -85,14 +86,12 @@ class Proxy:
         """
         path = self.folder / "current" / haproxy.CONFIG
         self._process = await asyncio.create_subprocess_exec(
-            await asyncio.to_thread(_program),
-            *("-W", "-f", str(path)),
+            *(await asyncio.to_thread(_program), "-W", "-f", str(path)),
+            stderr=asyncio.subprocess.PIPE,
             preexec_fn=_die_with_parent,
-            stdout=asyncio.subprocess.PIPE,  # through our log, which drops lines that nobody reads: HAProxy would wait
-            stderr=asyncio.subprocess.STDOUT,
         )
-        assert self._process.stdout is not None
-        self._lines = asyncio.create_task(_log_lines(self._process.stdout))
+        assert self._process.stderr is not None
+        self._words = asyncio.create_task(_log_words(self._process.stderr))
         await self._until(lambda pid: True)
 
     async def reload(self) -> None:
@@ -147,6 +146,13 @@ class Proxy:
         raise ConfigError("haproxy: it does not start; its own lines in the log say why")
 
 
+async def _log_words(words: asyncio.StreamReader) -> None:
+    """Log HAProxy's lines: its own writes would wait for whoever reads our standard error, and our log does not."""
+    async for line in words:
+        is_bad = line.startswith((b"[ALERT]", b"[WARNING]"))
+        log.log(logging.WARNING if is_bad else logging.INFO, "%s", line.decode(errors="replace").rstrip())
+
+
 def _write(folder: Path, made: dict[str, str]) -> None:
     folder.mkdir(mode=0o700)
     for name, text in made.items():
@@ -165,12 +171,6 @@ def _put_in_force(folder: Path, before: Path) -> None:
     link.symlink_to(folder.name)
     link.replace(folder.parent / "current")
     shutil.rmtree(before, ignore_errors=True)
-
-
-async def _log_lines(stream: asyncio.StreamReader) -> None:
-    """Log what HAProxy writes, until it has ended."""
-    while line := await stream.readline():
-        log.info("haproxy: %s", line.decode(errors="replace").strip())
 
 
 async def check(path: Path) -> None:

@@ -54,9 +54,8 @@ from npu_gr.replay.files import write
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.page import page
 from npu_gr.replay.plan import ReplayOptions
-from npu_gr.replay.report import Report
+from npu_gr.replay.report import Report, Study
 from npu_gr.replay.run import replay
-from npu_gr.replay.study import Study
 from npu_gr.replay.tally import HITS
 from npu_gr.service.config import Config, load
 from npu_gr.tools.judge import EvaluationClient, ServiceEvaluation, evaluate
@@ -279,7 +278,6 @@ def options(prepared: PreparedDemo, url: str, limit: int | None = None, seed: in
     """
     return ReplayOptions(
         base_url=url,
-        admin_url=prepared.instance.admin_url,
         rate=RATE_PER_S,
         signal_lead_s=SIGNAL_LEAD_S,
         slo_s=prepared.instance.config.slo.objective_s("rank"),

@@ -51,15 +51,6 @@ async def test_a_sweep_leaves_its_report_as_tables_json_page_and_answers(tmp_pat
         assert sorted(line.number for line in read_answers(tmp_path / "out" / name)) == list(range(30))
 
 
-async def test_a_search_says_what_it_found(tmp_path: Path) -> None:
-    async with service() as fake:
-        words = ("--url", fake.url, "--search", "20", "40", "--step-seconds", "0.5", "--slo-ms", "5000", "--no-signals")
-        code, out, err = await run(log(tmp_path, 200), *words, "--json")
-    assert code == 0, err
-    found: dict[str, Any] = json.loads(out)
-    assert found["search"]["highest_per_s"] == 40 or "late" in found["search"]["ended"]
-
-
 async def test_ctrl_c_gives_the_report_so_far(tmp_path: Path) -> None:
     came = asyncio.Event()
 
@@ -83,7 +74,6 @@ async def test_ctrl_c_gives_the_report_so_far(tmp_path: Path) -> None:
         (("--speed", "2", "--rate", "3"), "--speed together with --rate"),
         (("--closed", "2", "--rate", "3"), "closed"),
         (("--rank-delay-ms", "5", "--signal-lead-ms", "5"), "rank_delay_s"),
-        (("--search", "0", "5"), "low_per_s"),
         (("--sample-users", "2"), "sample_users"),
     ],
 )

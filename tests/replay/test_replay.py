@@ -15,7 +15,6 @@ import pytest
 from aiohttp import web
 
 from npu_gr.core.errors import DataError
-from npu_gr.replay.compare import read_answers
 from npu_gr.replay.files import write
 from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions, plan
@@ -175,20 +174,7 @@ async def test_bases_of_the_log_are_sent_whole_where_the_log_says_what_they_were
     assert fake.came[1][1]["history"]["items"] == [1, 2, 1]
 
 
-async def test_several_processes_share_the_users_and_their_sums_are_one_report(tmp_path: Path) -> None:
-    log = [rank(i * 0.01, f"u{i % 20}", labels={"click": [1, 0, 0]}) for i in range(60)]
-    write(tmp_path / "log.jsonl", log)
-    async with service() as fake:
-        options = ReplayOptions(base_url=fake.url, processes=2)
-        report = await replay(tmp_path / "log.jsonl", options, answers=tmp_path / "answers.jsonl.gz")
-    assert len(fake.came) == 60
-    assert (report.num_ranks, report.outcomes, report.num_labelled) == (60, {"hbm_hit": 60}, {"click": 60})
-    assert sorted(line.number for line in read_answers(tmp_path / "answers.jsonl.gz")) == list(range(60))
-    order = [body["user_id"] for _, body in fake.came]
-    assert [order.count(f"u{i}") for i in range(20)] == [3] * 20
-
-
-async def test_several_processes_stop_too_and_say_what_is_wrong_with_the_log(tmp_path: Path) -> None:
+async def test_a_run_stops_and_says_what_is_wrong_with_the_log(tmp_path: Path) -> None:
     write(tmp_path / "long.jsonl", [rank(0.0), events(0.0), rank(3600.0)])
     (tmp_path / "bad.jsonl").write_text("{")
     stop = asyncio.Event()
@@ -199,7 +185,7 @@ async def test_several_processes_stop_too_and_say_what_is_wrong_with_the_log(tmp
             await asyncio.Event().wait()
 
     async with service(then_stop) as fake:
-        options = ReplayOptions(base_url=fake.url, processes=2)
+        options = ReplayOptions(base_url=fake.url)
         report = await asyncio.wait_for(replay(tmp_path / "long.jsonl", options, stop=stop), 30)
         assert (report.interrupted, report.num_ranks) == (True, 1)
         with pytest.raises(DataError, match=r"bad\.jsonl, line 1"):
