@@ -17,11 +17,11 @@ from npu_gr.replay.requests import ReplayedAnswer, Sample
 from npu_gr.replay.tally import Tally
 
 
-def report(samples: Iterable[Sample], slo_s: float, settings: dict[str, Any]) -> Report:
+def report(samples: Iterable[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
     tally = Tally(slo_s)
     for one in samples:
         tally.add(one)
-    return summarise(tally, settings)
+    return summarise(tally, settings, interrupted)
 
 
 def sample(due_at: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: float = 0.0, **values: Any) -> Sample:
