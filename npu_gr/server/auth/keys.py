@@ -219,7 +219,6 @@ class KeyRing:
         self._buckets: dict[str, TokenBucket] = {}
         self.is_stale = False  # the file cannot be used; the keys are older than it
         self.on_refused: Callable[[KeyRefusal], None] = lambda _reason: None
-        self.on_spent: Callable[[str], None] = lambda _name: None  # a request of a key that has a rate
         self._refusals = SeldomLog(log)
         if path is not None:
             try:
@@ -309,11 +308,6 @@ class KeyRing:
             raise self._refusal(KeyRefusal.EXPIRED)
         return key
 
-    def spent_elsewhere(self, name: str, num: int) -> None:
-        """Count requests that came with the key of this name to another process of the instance."""
-        if (bucket := self._buckets.get(name)) is not None:
-            bucket.owe(num)
-
     def spend(self, key: Key) -> None:
         """Count one request against a key's rate.
 
@@ -321,17 +315,14 @@ class KeyRing:
             Overloaded: the key is over its rate.
         """
         bucket = self._buckets.get(key.name)
-        if bucket is None:
+        if bucket is None or bucket.take(self._clock()):
             return
-        if bucket.take(self._clock()):
-            self.on_spent(key.name)
-        else:
-            self._refused(KeyRefusal.RATE, key)
-            raise Overloaded(
-                f"the key {key.name!r} may send {bucket.rate_per_s:g} requests a second",
-                retry_after_s=1.0,
-                reason=Refusal.RATE,
-            )
+        self._refused(KeyRefusal.RATE, key)
+        raise Overloaded(
+            f"the key {key.name!r} may send {bucket.rate_per_s:g} requests a second",
+            retry_after_s=1.0,
+            reason=Refusal.RATE,
+        )
 
     def require(self, key: Key, scope: Scope) -> None:
         """Check that a key allows something.
