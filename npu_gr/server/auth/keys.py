@@ -220,6 +220,7 @@ class KeyRing:
         self.is_stale = False  # the file cannot be used; the keys are older than it
         self.on_refused: Callable[[KeyRefusal], None] = lambda _reason: None
         self._refusals = SeldomLog(log)
+        self._wrong_keys = Throttle()
         if path is not None:
             try:
                 self._use(path.read_bytes())
@@ -307,6 +308,14 @@ class KeyRing:
         if self._wall_clock() >= key.expires_at:
             raise self._refusal(KeyRefusal.EXPIRED)
         return key
+
+    async def of_caller(self, sent: str | None) -> Key:
+        """Find the key of a caller as `find` does; where keys are guessed, the refusal is held back."""
+        try:
+            return self.find(None if sent is None else sent.encode(errors="surrogateescape"))
+        except Unauthorized:
+            await asyncio.sleep(self._wrong_keys.hold_s())
+            raise
 
     def spend(self, key: Key) -> None:
         """Count one request against a key's rate.
