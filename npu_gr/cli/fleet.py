@@ -24,14 +24,14 @@ _ROUTER = click.option("--config", "config_path", required=True, type=FILE, help
 
 @click.group()
 def fleet() -> None:
-    """Change every instance that a router's configuration lists; and run instances on Ray."""
+    """Change every instance of a router, or run some on Ray."""
 
 
 def _shared(command: Callable[..., None]) -> Callable[..., None]:
     return _ROUTER(SET(API_KEY(command)))
 
 
-@fleet.command()
+@fleet.command(short_help="Erase a user at every instance.")
 @click.argument("user")
 @_TENANT
 @_shared
@@ -44,7 +44,7 @@ def erase(user: str, tenant: str, config_path: Path, overrides: tuple[str, ...],
     _tell_all(config_path, overrides, api_key, ERASE.method, path + query)
 
 
-@fleet.command()
+@fleet.command(short_help="Change items of the catalogue at every instance.")
 @click.argument("file", type=FILE)
 @_shared
 def items(file: Path, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
@@ -52,7 +52,7 @@ def items(file: Path, config_path: Path, overrides: tuple[str, ...], api_key: st
     _tell_all(config_path, overrides, api_key, "POST", "/v1/catalog/items", file.read_bytes())
 
 
-@fleet.command()
+@fleet.command(short_help="Let every instance read something again.")
 @click.argument("what", type=click.Choice(list(_RELOADS)))
 @_shared
 def reload(what: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
@@ -60,7 +60,7 @@ def reload(what: str, config_path: Path, overrides: tuple[str, ...], api_key: st
     _tell_all(config_path, overrides, api_key, "POST", _RELOADS[what])
 
 
-@fleet.command()
+@fleet.command(short_help="Let every instance go back to what was before.")
 @click.argument("what", type=click.Choice(list(_ROLLBACKS)))
 @_shared
 def rollback(what: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
@@ -95,7 +95,7 @@ async def _ask(config_path: Path, overrides: tuple[str, ...], change: Change) ->
     return await ask_all(Way(config), await find(config.discovery), change, config.max_budget_s / 3)
 
 
-@fleet.command("ray")
+@fleet.command("ray", short_help="Run instances on a Ray cluster.")
 @CONFIG
 @SET
 @click.option("--instances", required=True, type=click.IntRange(1), help="At least so many, one a device.")

@@ -31,7 +31,6 @@ def replay() -> None:
 @replay.command("run", short_help="Replay a query log open loop.")
 @click.argument("log", type=FILE)
 @click.option("--url", "base_url", default="http://127.0.0.1:8080", show_default=True)
-@click.option("--admin-url", help="Admin address of the instance, for the report's memory tiers.")
 @click.option("--speed", "speeds", multiple=True, type=float, help="Log seconds a second; repeat it for a sweep.  [1]")
 @click.option(
     "--rate",
@@ -41,8 +40,6 @@ def replay() -> None:
     help="Ranks a second instead of the log's times; repeat it for a sweep.",
 )
 @click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant"]))
-@click.option("--ramp-to", type=float, help="Ranks a second that --rate grows to, over --ramp-seconds.")
-@click.option("--ramp-seconds", "ramp_s", default=60.0, show_default=True)
 @click.option("--closed", type=int, help="Keep so many requests in flight, the next when one is over; no arrivals.")
 @click.option("--signal-lead-ms", type=float, help="Signal so long before a rank whose signal the log lacks.  [50]")
 @click.option("--rank-delay-ms", type=float, help="Signal at the log's time, and rank so much later (median).")
@@ -61,12 +58,9 @@ def replay() -> None:
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=FILE, help="Folder for report.json, report.html and answers.jsonl.gz.")
-@click.option(
-    "--keep", default="scores", show_default=True, type=click.Choice(["scores", "digests"]), help="Kept of answers."
-)
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON instead of tables.")
 @API_KEY
-def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: Any) -> None:
+def run_command(log: Path, out: Path | None, as_json: bool, **given: Any) -> None:
     """Replay a query LOG open loop; latency counts from the time each request was due. Ctrl-C reports what there is."""
     from rich.console import Console
 
@@ -85,9 +79,7 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
                 show.begin(f"run {place}")
                 name = "answers.jsonl.gz" if place == 1 else f"answers-{place}.jsonl.gz"
                 answers = None if out is None else out / name
-                found.append(
-                    await replay(log, options, stop=stop, show=show, answers=answers, keep_scores=keep == "scores")
-                )
+                found.append(await replay(log, options, stop=stop, show=show, answers=answers))
                 if stop.is_set():
                     break
         return Study(runs=found)

@@ -26,7 +26,7 @@ def serve(config_path: Path, overrides: tuple[str, ...]) -> None:
     _serve(lambda: run(config, read=lambda: load_config(config_path, overrides)))
 
 
-@click.command()
+@click.command(short_help="Run HAProxy in front of the instances.")
 @CONFIG
 @SET
 @click.option("--print", "prints", is_flag=True, help="Print HAProxy's file as it would be written, and end.")

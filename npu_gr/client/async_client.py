@@ -67,15 +67,8 @@ class _Models(msgspec.Struct, frozen=True):
     models: tuple[ModelInfo, ...]
 
 
-class AsyncClient:
-    """Calls one service: `async with AsyncClient("http://...") as client`. Belongs to the event loop that opens it.
-
-    Every method takes `timeout_s`, for all of the call with its retries; None = the client's. Every method raises
-    the errors of `npu_gr.core.errors`: RequestError and what is below it (the caller's fault; `error.field` names the
-    field), Overloaded (`error.retry_after_s`), Unavailable and Unreachable, DeadlineExceeded, BadAnswer.
-
-    `tenant` is only for a key of every tenant, or a service without keys; None = the client's.
-    """
+class _Calls:
+    """How calls are sent: to whom, with which defaults, by when."""
 
     def __init__(
         self,
@@ -118,6 +111,48 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
+
+    async def _ask(
+        self,
+        path: str,
+        body: UserBody,
+        timeout_s: float | None,
+        *,
+        accept: str = JSON,
+        headers: Mapping[str, str] | None = None,
+        again: frozenset[int] = AGAIN,
+    ) -> Reply:
+        """Send a request about one user; what was not given is left out of its body."""
+        named = placing_headers(str(body.user_id), body.tenant)
+        call = SafeCall(
+            path=path,
+            body=msgspec.msgpack.encode(given(body)),
+            accept=accept,
+            headers={"Content-Type": MSGPACK, **named, **(headers or {})},
+            again=again,
+        )
+        return await self._channel.send(call, self._time(timeout_s))
+
+    async def _send_until(self, call: SafeCall, until_at: float) -> Reply:
+        """Send one of several requests of a call, whose deadline is an instant of the loop's clock."""
+        return await self._channel.send(call, max(until_at - asyncio.get_running_loop().time(), _LEAST_S))
+
+    def _user(self, user: Name, tenant: str | None) -> dict[str, Any]:
+        return {"user_id": str(user), "tenant": self.tenant if tenant is None else tenant}
+
+    def _time(self, timeout_s: float | None) -> float:
+        return self.timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+
+
+class AsyncClient(_Calls):
+    """Calls one service: `async with AsyncClient("http://...") as client`. Belongs to the event loop that opens it.
+
+    Every method takes `timeout_s`, for all of the call with its retries; None = the client's. Every method raises
+    the errors of `npu_gr.core.errors`: RequestError and what is below it (the caller's fault; `error.field` names the
+    field), Overloaded (`error.retry_after_s`), Unavailable and Unreachable, DeadlineExceeded, BadAnswer.
+
+    `tenant` is only for a key of every tenant, or a service without keys; None = the client's.
+    """
 
     async def rank(
         self,
@@ -471,37 +506,6 @@ class AsyncClient:
                 raise
             return False
         return True
-
-    async def _ask(
-        self,
-        path: str,
-        body: UserBody,
-        timeout_s: float | None,
-        *,
-        accept: str = JSON,
-        headers: Mapping[str, str] | None = None,
-        again: frozenset[int] = AGAIN,
-    ) -> Reply:
-        """Send a request about one user; what was not given is left out of its body."""
-        named = placing_headers(str(body.user_id), body.tenant)
-        call = SafeCall(
-            path=path,
-            body=msgspec.msgpack.encode(given(body)),
-            accept=accept,
-            headers={"Content-Type": MSGPACK, **named, **(headers or {})},
-            again=again,
-        )
-        return await self._channel.send(call, self._time(timeout_s))
-
-    async def _send_until(self, call: SafeCall, until_at: float) -> Reply:
-        """Send one of several requests of a call, whose deadline is an instant of the loop's clock."""
-        return await self._channel.send(call, max(until_at - asyncio.get_running_loop().time(), _LEAST_S))
-
-    def _user(self, user: Name, tenant: str | None) -> dict[str, Any]:
-        return {"user_id": str(user), "tenant": self.tenant if tenant is None else tenant}
-
-    def _time(self, timeout_s: float | None) -> float:
-        return self.timeout_s if timeout_s is None else _checked_timeout(timeout_s)
 
 
 def _checked_timeout(timeout_s: float) -> float:

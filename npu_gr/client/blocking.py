@@ -7,20 +7,18 @@ while the program does something else. A call costs two hand-overs between threa
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from functools import wraps
-from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from npu_gr.client.async_client import AsyncClient
 from npu_gr.client.relay import AsyncRelayCall
-from npu_gr.client.wire import Behaviours, Features, Name
 from npu_gr.core.errors import NpuGrError
-from npu_gr.core.tls import ClientTlsConfig
 from npu_gr.server.codec.signal import SignalOut
 
 P = ParamSpec("P")
@@ -111,35 +109,28 @@ def waiting(
     return call
 
 
+def like(method: Callable[Concatenate[Any, P], Any]) -> Callable[[Callable[..., T]], Callable[Concatenate[Any, P], T]]:
+    """Make a method that takes the arguments of another one."""
+
+    def named(call: Callable[..., T]) -> Callable[Concatenate[Any, P], T]:
+        mine = inspect.signature(call, eval_str=False)
+        theirs = inspect.signature(method, eval_str=False)
+        call.__signature__ = theirs.replace(return_annotation=mine.return_annotation)  # type: ignore[attr-defined]
+        return call
+
+    return named
+
+
 class Client:
     """Calls one service, from any number of threads: `with Client("http://...") as client`, or `close()` at the end.
 
     `AsyncClient` says what the methods do and raise.
     """
 
-    def __init__(
-        self,
-        base_url: str = "http://127.0.0.1:8080",
-        *,
-        api_key: str | None = None,
-        api_key_file: Path | None = None,
-        tls: ClientTlsConfig | None = None,
-        tenant: str = "",
-        timeout_s: float = 1.0,
-        max_connections: int = 100,
-        max_attempts: int = 3,
-    ) -> None:
+    @like(AsyncClient.__init__)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Read the files and start the thread; connect to nobody yet. The arguments are those of `AsyncClient`."""
-        self._inner = AsyncClient(
-            base_url,
-            api_key=api_key,
-            api_key_file=api_key_file,
-            tls=tls,
-            tenant=tenant,
-            timeout_s=timeout_s,
-            max_connections=max_connections,
-            max_attempts=max_attempts,
-        )
+        self._inner = AsyncClient(*args, **kwargs)
         self._loop = Loop()
         self._loop.run(self._inner.__aenter__())
         # also when the program forgets it, and at the end of the process
@@ -167,30 +158,10 @@ class Client:
     models = waiting(AsyncClient.models)
     is_ready = waiting(AsyncClient.is_ready)
 
-    def relay(
-        self,
-        user: Name,
-        *,
-        history: Behaviours | None = None,
-        num_candidates: int | None = None,
-        features: Features | None = None,
-        model_version: str | None = None,
-        tenant: str | None = None,
-        timeout_s: float | None = None,
-    ) -> RelayCall:
+    @like(AsyncClient.relay)
+    def relay(self, *args: Any, **kwargs: Any) -> RelayCall:
         """Signal at once, and rank when retrieval is done: `with client.relay(user) as relay`; see `AsyncClient`."""
-        return RelayCall(
-            self,
-            self._inner.relay(
-                user,
-                history=history,
-                num_candidates=num_candidates,
-                features=features,
-                model_version=model_version,
-                tenant=tenant,
-                timeout_s=timeout_s,
-            ),
-        )
+        return RelayCall(self, self._inner.relay(*args, **kwargs))
 
 
 class RelayCall:

@@ -20,10 +20,6 @@ class TokenBucket:
         self._level = self.burst
         self._filled_at = -math.inf  # no take yet
 
-    def owe(self, num: int) -> None:
-        """Take tokens that others have used already. What is owed is at most `burst`."""
-        self._level = max(self._level - num, -self.burst)
-
     def take(self, now_at: float) -> bool:
         """Take one token at an instant of any clock that never goes back. Returns False if there is none."""
         if self._filled_at > -math.inf:

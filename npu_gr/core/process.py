@@ -12,7 +12,7 @@ A collection stops every thread. Measured on an instance: imports leave 207,000 
 nothing has to be frozen anew when a model is swapped: the engine and the relay of a version form a cycle, and frozen
 they would keep its weights for ever.
 
-`stop_signals` are those that a process is stopped by, `listening_sockets` those that it listens on.
+`stop_signals` are those that a process is stopped by.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 from collections.abc import Iterator
 
 # Those of CPython 3.11, also where a later one has others. In 1,600 ranks 100 young collections stop the process for
@@ -85,29 +84,3 @@ def stop_signals() -> Iterator[asyncio.Queue[int]]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-
-
-async def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Listen on every address of a host; the sockets do not block.
-
-    Args:
-        host: a name or an address; "" = all addresses of this machine.
-        port: 0 = any free one, for each address another.
-        backlog: connections that wait to be accepted.
-
-    Raises:
-        OSError: an address cannot be bound; none is.
-    """
-    loop = asyncio.get_running_loop()
-    bound: list[socket.socket] = []
-    try:
-        found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, address in dict.fromkeys((one[0], one[4][:2]) for one in found):
-            bound.append(socket.create_server(address, family=family, backlog=backlog))
-    except OSError:
-        for one in bound:
-            one.close()
-        raise
-    for one in bound:
-        one.setblocking(False)
-    return bound

@@ -222,8 +222,6 @@ _WORDS = {
     "memory (dram_hit), or while they were being computed (joined)",
     "miss_full, degraded": "ranks that computed all of the history; that read only its newest part, to be in time",
     "cached tokens": "share of all history tokens that were read from KV instead of being computed",
-    "live, reserved, evictable": "bytes that are leased or wait for a rank; that work in the queue will fill; that "
-    "give way to others",
 }
 
 
@@ -253,7 +251,6 @@ def _run(run: Report, anchor: str) -> str:
         ("Latency, cumulative", _cdf(run)),
         ("Outcomes", _outcomes(run)),
         ("Hit ratios", _hits(run)),
-        ("Bytes of the memory tiers", _tiers(run)),
     )
     figures = "".join(figure(title, plot) for title, plot in plots)
     warning = (
@@ -350,14 +347,6 @@ def _hits(run: Report) -> str:
             for part in run.bins
         ]
     return lines(series, TIME, Axis("share of the ranks", high=1.02))
-
-
-def _tiers(run: Report) -> str:
-    if not run.tiers:
-        return '<p class="dim">No --admin-url was given, or it shows no npu_gr_kv_bytes at /metrics.</p>'
-    names = [key for key in run.tiers[0].bytes if not key.endswith(" free")]
-    series = {key: [(tier.taken_at, tier.bytes.get(key, 0.0)) for tier in run.tiers] for key in names}
-    return lines(series, TIME, Axis("bytes"))
 
 
 def figure(title: str, plot: str) -> str:

@@ -42,18 +42,15 @@ _Gap = Annotated[float, Meta(ge=0, le=3600)]
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options, checked also where they are constructed in code. Raises ValueError with the field's name and limit.
 
-    Arrivals are the log's own (`speed`); or made (`rate`, which may grow to `ramp_to` over `ramp_s`); or there are none
-    and a fixed number of requests is in flight (`closed`).
+    Arrivals are the log's own (`speed`); or made (`rate`); or there are none and a fixed number of requests is in
+    flight (`closed`).
     """
 
     base_url: Annotated[str, Meta(description="service or router, http or https; /v1/... is added")]
-    admin_url: Annotated[str | None, Meta(description="admin address of the instance, for its memory tiers")] = None
     api_key: Annotated[str | None, Meta(description="sent as a bearer token; never reported")] = None
     speed: Annotated[Positive, Meta(description="log seconds per second; not together with rate")] = 1.0
     rate: Annotated[Positive | None, Meta(description="ranks per second instead of the log's times")] = None
     arrival: Annotated[Literal["poisson", "constant"], Meta(description="gaps between ranks at rate")] = "poisson"
-    ramp_to: Annotated[Positive | None, Meta(description="ranks per second that rate has grown to after ramp_s")] = None
-    ramp_s: Annotated[Seconds, Meta(description="s from rate to ramp_to; it stays there")] = 60.0
     closed: Annotated[Count | None, Meta(description="requests in flight, the next when one is over")] = None
     signal_lead_s: Annotated[
         _Gap | None, Meta(description="s from signal to rank, where the log has no signal; None = only the log's own")
@@ -86,20 +83,15 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"rate: {self.rate} together with speed {self.speed}; give one of them")
         if self.closed is not None and (self.rate is not None or self.speed != 1.0):
             raise ValueError(f"closed: {self.closed} has no arrivals; give neither rate nor speed")
-        if self.ramp_to is not None and self.rate is None:
-            raise ValueError("ramp_to: needs rate, where the ramp starts")
         if self.signal_lead_s is not None and self.rank_delay_s is not None:
             raise ValueError("rank_delay_s: together with signal_lead_s; one of them says which end the log's time is")
         if self.rank_delay_p99_s is not None and not 0 < (self.rank_delay_s or 0) <= self.rank_delay_p99_s:
             raise ValueError("rank_delay_p99_s: needs 0 < rank_delay_s <= rank_delay_p99_s")
-        for name, text in (("base_url", self.base_url), ("admin_url", self.admin_url)):
-            if text is None:
-                continue
-            url = urlsplit(text)
-            if url.scheme not in ("http", "https") or not url.hostname:
-                raise ValueError(f"{name}: expected http://host:port or https://host")
-            if url.username or url.query or url.fragment:
-                raise ValueError(f"{name}: no user, query or fragment; a key goes into api_key")
+        url = urlsplit(self.base_url)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError("base_url: expected http://host:port or https://host")
+        if url.username or url.query or url.fragment:
+            raise ValueError("base_url: no user, query or fragment; a key goes into api_key")
 
 
 # ---- the plan
@@ -178,8 +170,6 @@ def _paced(numbered: Iterator[tuple[int, QueryRecord]], options: ReplayOptions) 
 
     def gap_s() -> float:
         rate = options.rate or 0.0
-        if options.ramp_to is not None:
-            rate += (options.ramp_to - rate) * min(paced_at / options.ramp_s, 1.0)
         return random.exponential(1 / rate) if options.arrival == "poisson" else 1 / rate
 
     def spread(until_at: float) -> Iterator[Timed]:

@@ -309,7 +309,8 @@ class Recorder:
                 if self._erased and request.arrived_at <= self._erased.get(_unnamed(request.user), 0.0):
                     result = "erased"
                 else:
-                    file.write(self._encode(request))
+                    record = record_of(request, self._key, self._config.scores)
+                    file.write(msgspec.json.encode(record) + b"\n")
             except (OSError, ValueError) as error:
                 log.error("recording: %s", error)
                 result = "failed"
@@ -323,9 +324,6 @@ class Recorder:
         except OSError as error:
             log.error("recording: %s", error)
             file.abandon()
-
-    def _encode(self, request: RecordedRequest) -> bytes:
-        return msgspec.json.encode(record_of(request, self._key, self._config.scores)) + b"\n"
 
     def _files(self) -> list[Path]:
         try:

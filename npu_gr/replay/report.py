@@ -16,7 +16,6 @@ from rich.table import Column, Table
 
 from npu_gr import __version__
 from npu_gr.replay.log import RECORDED, SCORED
-from npu_gr.replay.requests import Sample
 from npu_gr.replay.tally import HITS, Latency, Slice, Tally
 
 PERCENTILES = (50, 95, 99, 99.9)
@@ -33,14 +32,6 @@ class Latencies:
     name: str  # "rank", or "rank hbm_hit"
     count: int
     ms: dict[str, float]  # "p50" ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierSample:
-    """Bytes of the memory tiers at one instant, from the service's /metrics."""
-
-    taken_at: float  # seconds after the run began
-    bytes: dict[str, float]  # "hbm live": bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +66,6 @@ class Report:
     slices: list[dict[str, Any]] = field(default_factory=list)  # the run by time
     bins: list[dict[str, Any]] = field(default_factory=list)  # by stretches with enough answers for percentiles
     points: list[tuple[float, float, str]] = field(default_factory=list)  # of a sample: due at s, ms, outcome
-    tiers: list[TierSample] = field(default_factory=list)
 
     @property
     def goodput_per_s(self) -> float:
@@ -106,7 +96,6 @@ class Report:
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "latencies"}
         return {
             **fields,
-            "tiers": [{"at_s": tier.taken_at, **tier.bytes} for tier in self.tiers],
             "latencies_ms": {row.name: {"count": row.count, **row.ms} for row in self.latencies},
             "goodput_per_s": self.goodput_per_s,
             "slo_attainment_ratio": self.attainment_ratio if self.num_ranks else None,
@@ -156,26 +145,10 @@ class Report:
             yield f"{self.num_bad_lines} bad lines skipped", "\n".join(self.bad_lines)
 
 
-def report(samples: Iterable[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
-    """Sum up samples.
-
-    Args:
-        samples: of one run, in any order.
-        slo_s: an answer within it is in time.
-        settings: of the run, for the report.
-        interrupted: the run was ended early.
-    """
-    tally = Tally(slo_s)
-    for sample in samples:
-        tally.add(sample)
-    return summarise(tally, settings, interrupted)
-
-
 def summarise(
     tally: Tally,
     settings: dict[str, Any],
     interrupted: bool = False,
-    tiers: Iterable[TierSample] = (),
     bad_lines: Iterable[str] = (),
     num_bad_lines: int = 0,
 ) -> Report:
@@ -185,7 +158,6 @@ def summarise(
         tally: its sums.
         settings: of the run, for the report.
         interrupted: the run was ended early.
-        tiers: bytes of the memory tiers, in order of time.
         bad_lines: reasons of the first bad lines of the log.
         num_bad_lines: all of them.
     """
@@ -224,7 +196,6 @@ def summarise(
         slices=_slices(tally),
         bins=_bins(tally),
         points=[(round(p.due_at, 3), round(p.latency_s * 1e3, 3), p.outcome) for p in tally.scatter.points()],
-        tiers=list(tiers),
     )
 
 
@@ -350,8 +321,7 @@ def arrivals(settings: dict[str, Any]) -> str:
     if settings["closed"] is not None:
         return f"closed, {settings['closed']} in flight"
     if settings["rate"] is not None:
-        ramp = "" if settings["ramp_to"] is None else f" to {settings['ramp_to']:g}"
-        return f"{settings['arrival']} {settings['rate']:.4g}{ramp}/s"
+        return f"{settings['arrival']} {settings['rate']:.4g}/s"
     return f"log x {settings['speed']:g}"
 
 

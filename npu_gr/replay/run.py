@@ -5,87 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-import aiohttp
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
-from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import DataError
 from npu_gr.replay.compare import AnswerFile
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.plan import Action, ReplayOptions, plan
 from npu_gr.replay.player import PlayerOptions, play
-from npu_gr.replay.report import Report, TierSample, summarise
+from npu_gr.replay.report import Report, summarise
 from npu_gr.replay.requests import Sample
 from npu_gr.replay.tally import Tally
-
-METRIC = "npu_gr_kv_bytes"
-PERIOD_S = 1.0
-MAX_POINTS = 240  # then every other sample is dropped, and the period doubles
-TIMEOUT_S = 2.0
-
-
-def tier_bytes(text: str) -> dict[str, float]:
-    """Bytes of every tier and state in a Prometheus exposition: {"hbm live": bytes}.
-
-    Only the lines of this metric are parsed: all of them take 60 ms, in which the load generator sends nothing.
-
-    Raises:
-        ValueError: a line of the metric is no sample.
-    """
-    lines = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(f"{METRIC}{{"))
-    found = {}
-    for family in text_string_to_metric_families(lines):
-        for sample in family.samples:
-            found[f"{sample.labels['tier']} {sample.labels['state']}"] = sample.value
-    return found
-
-
-async def watch_tiers(url: str | None, api_key: str | None, found: list[TierSample]) -> None:
-    """Sample the tiers until cancelled, or until the service shows none.
-
-    Args:
-        url: the admin address; None = there is nothing to watch.
-        api_key: sent as a bearer token.
-        found: the samples are appended to it.
-    """
-    if url is None:
-        return
-    headers = calling_headers(api_key)
-    began_at = time.monotonic()
-    period_s = PERIOD_S
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    connector = aiohttp.TCPConnector(ssl=calling_context())
-    async with aiohttp.ClientSession(
-        url.rstrip("/") + "/", headers=headers, timeout=timeout, connector=connector
-    ) as http:
-        while True:
-            taken_at = time.monotonic() - began_at
-            # a service that is overloaded now may answer the next time
-            with contextlib.suppress(TimeoutError, aiohttp.ClientError):
-                async with http.get("metrics", params={"name[]": METRIC}) as answer:
-                    try:
-                        tiers = tier_bytes(await answer.text()) if answer.ok else {}
-                    except ValueError:
-                        return
-                    if not tiers:
-                        return
-                    found.append(TierSample(taken_at=taken_at, bytes=tiers))
-            if len(found) >= MAX_POINTS:
-                del found[1::2]
-                period_s *= 2
-            await asyncio.sleep(period_s)
-
-
-# ---- the run
 
 TELL_S = 0.25  # from one call of `show` to the next
 
@@ -105,7 +41,6 @@ async def replay(
     stop: asyncio.Event | None = None,
     show: Callable[[Progress], None] = lambda _progress: None,
     answers: Path | None = None,
-    keep_scores: bool = True,
 ) -> Report:
     """Play the log against a running service; when `stop` is set, end and report what was answered so far.
 
@@ -115,15 +50,12 @@ async def replay(
         stop: set it to end the run early; None = it ends with the log.
         show: called a few times a second.
         answers: the file that `compare.AnswerFile` writes; None = none.
-        keep_scores: write every score into it; otherwise digests only.
 
     Raises:
         DataError: the log cannot be read, or has nothing to send.
     """
     run = _Run(log, options)
-    tiers: list[TierSample] = []
-    watching = asyncio.create_task(watch_tiers(options.admin_url, options.api_key, tiers))
-    playing = asyncio.create_task(run.play(answers, keep_scores))
+    playing = asyncio.create_task(run.play(answers))
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
         while not playing.done() and not stopping.done():
@@ -132,8 +64,7 @@ async def replay(
     finally:
         interrupted = playing.cancel()
         stopping.cancel()
-        watching.cancel()
-        failure, *_ = await asyncio.gather(playing, stopping, watching, return_exceptions=True)
+        failure, _ = await asyncio.gather(playing, stopping, return_exceptions=True)
     if isinstance(failure, Exception):
         raise failure
     if not run.num_planned and not interrupted:
@@ -141,7 +72,7 @@ async def replay(
     settings = msgspec.to_builtins(options)
     del settings["api_key"]
     num_bad, bad = run.bad_lines
-    return summarise(run.tally, settings, interrupted, tiers, bad, num_bad)
+    return summarise(run.tally, settings, interrupted, bad, num_bad)
 
 
 class _Run:
@@ -171,7 +102,7 @@ class _Run:
             return self._log.read_ratio
         return (self._last_number + 1) / max(len(self._log), 1)
 
-    async def play(self, answers: Path | None, keep_scores: bool) -> None:
+    async def play(self, answers: Path | None) -> None:
         """Send everything. Cancelling stops it at once.
 
         Raises:
@@ -188,7 +119,7 @@ class _Run:
         async with contextlib.AsyncExitStack() as stack:
             note: Callable[[Sample], None] = lambda _sample: None  # noqa: E731
             if answers is not None:
-                note = (await stack.enter_async_context(AnswerFile(answers, keep_scores))).add
+                note = (await stack.enter_async_context(AnswerFile(answers))).add
 
             def over(sample: Sample) -> None:
                 self.num_done += 1

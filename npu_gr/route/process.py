@@ -58,6 +58,7 @@ class Proxy:
         self.folder = folder
         self._number = 0  # of the set of files
         self._process: asyncio.subprocess.Process | None = None
+        self._words: asyncio.Task[None] | None = None  # copies what it says into the log
 
     async def put(self, made: dict[str, str]) -> None:
         """Put a set of files in force for the next start or reload.
@@ -85,8 +86,12 @@ class Proxy:
         """
         path = self.folder / "current" / haproxy.CONFIG
         self._process = await asyncio.create_subprocess_exec(
-            await asyncio.to_thread(_program), "-W", "-f", str(path), preexec_fn=_die_with_parent
+            *(await asyncio.to_thread(_program), "-W", "-f", str(path)),
+            stderr=asyncio.subprocess.PIPE,
+            preexec_fn=_die_with_parent,
         )
+        assert self._process.stderr is not None
+        self._words = asyncio.create_task(_log_words(self._process.stderr))
         await self._until(lambda pid: True)
 
     async def reload(self) -> None:
@@ -139,6 +144,13 @@ class Proxy:
                     return
             await asyncio.sleep(0.02)
         raise ConfigError("haproxy: it does not start; its own lines in the log say why")
+
+
+async def _log_words(words: asyncio.StreamReader) -> None:
+    """Log HAProxy's lines: its own writes would wait for whoever reads our standard error, and our log does not."""
+    async for line in words:
+        is_bad = line.startswith((b"[ALERT]", b"[WARNING]"))
+        log.log(logging.WARNING if is_bad else logging.INFO, "%s", line.decode(errors="replace").rstrip())
 
 
 def _write(folder: Path, made: dict[str, str]) -> None:

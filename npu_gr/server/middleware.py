@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, Unauthorized, UnsupportedMedia
+from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, UnsupportedMedia
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Answer
@@ -24,7 +24,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, EndedRequest
 from npu_gr.server.admission.middleware import REJECTED, Admission
-from npu_gr.server.auth.keys import Key, KeyRing, Throttle
+from npu_gr.server.auth.keys import Key, KeyRing
 from npu_gr.server.auth.rules import PAGES, Address, Rule, refuse_foreign_pages, rules
 from npu_gr.server.codec.media import check_type
 from npu_gr.server.config import ServerConfig
@@ -86,7 +86,6 @@ class Pipeline:
         self._access_log = access_log
         self._tracing = tracing
         self._config = config
-        self._wrong_keys = Throttle()
         self._kinds = {(kind.method, path): kind for kind in KINDS.values() for path in kind.paths}
         self._rules = rules()
         self._health = {path for (_, path), rule in self._rules.items() if rule.scope is None and path not in PAGES}
@@ -182,13 +181,7 @@ class Pipeline:
         Raises:
             Unauthorized: there is no valid key. Forbidden: it does not allow this. Overloaded: it is over its rate.
         """
-        sent = request.headers.get("Authorization")
-        try:
-            key = self._keys.find(None if sent is None else sent.encode(errors="surrogateescape"))
-        except Unauthorized:
-            await asyncio.sleep(self._wrong_keys.hold_s())
-            raise
-        request[KEY] = key
+        key = request[KEY] = await self._keys.of_caller(request.headers.get("Authorization"))
         if rule is not None and rule.scope is not None:
             self._keys.require(key, rule.scope)
         try:

@@ -297,14 +297,13 @@ def _distance(got: GeneratedItems, want: GeneratedItems, shared_items: float) ->
         return float("inf")
     scores = [dict(zip(one.item_ids.tolist(), one.scores.tolist(), strict=True)) for one in (got, want)]
     shared = scores[0].keys() & scores[1].keys()
-    if shared_items < 1.0:
-        is_enough = len(shared) >= shared_items * len(want.scores)
-        return (
-            max((abs(scores[0][item] - scores[1][item]) for item in shared), default=0.0) if is_enough else float("inf")
-        )
+    needs_all = shared_items == 1.0
+    if not needs_all and len(shared) < shared_items * len(want.scores):
+        return float("inf")
     last = [min(one.values(), default=0.0) for one in scores]
+    compared = scores[0].keys() | scores[1].keys() if needs_all else shared
     return max(
-        (abs(scores[0].get(item, last[0]) - scores[1].get(item, last[1])) for item in {*scores[0], *scores[1]}),
+        (abs(scores[0].get(item, last[0]) - scores[1].get(item, last[1])) for item in compared),
         default=0.0,
     )
 

@@ -278,7 +278,6 @@ def options(prepared: PreparedDemo, url: str, limit: int | None = None, seed: in
     """
     return ReplayOptions(
         base_url=url,
-        admin_url=prepared.instance.admin_url,
         rate=RATE_PER_S,
         signal_lead_s=SIGNAL_LEAD_S,
         slo_s=prepared.instance.config.slo.objective_s("rank"),

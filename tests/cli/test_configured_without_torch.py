@@ -64,7 +64,7 @@ def test_configurations(tmp_path: Path) -> None:
         f"checkpoint: ranker\n{sections}{generate}recommend: {{popular: popular.txt}}\n"
     )
     (tmp_path / "bad.yaml").write_text("checkpoint: ranker\nbackend: gpu\n")
-    (tmp_path / "router.yaml").write_text("discovery: {instances: [{name: a, host: 127.0.0.1, port: 1}]}\nport: 0\n")
+    (tmp_path / "router.yaml").write_text("discovery: {instances: [{name: a, host: 127.0.0.1, port: 1}]}\n")
     schemas = [["config", kind, "--schema"] for kind in KINDS]
     good, cascade, bad, router, security, dashboards, serve, *written = run(
         tmp_path,

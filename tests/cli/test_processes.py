@@ -27,7 +27,7 @@ from tests.serving import write_checkpoint
 
 @contextmanager
 def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """An instance or a router that answers. Yields the process and the port of its `/metrics` and `/debug`."""
+    """An instance or a router that answers. Yields the process and the port of its `/metrics`."""
     port = free_port()
     if kind == "serve":
         write_checkpoint(folder / "checkpoint")
@@ -40,16 +40,16 @@ def started(kind: str, folder: Path, out: int, err: int) -> Iterator[tuple[subpr
     command = [sys.executable, "-m", "npu_gr", kind, "--config", str(config)]
     with subprocess.Popen(command, stdout=out, stderr=err) as process:
         try:
-            until(lambda: answers(port) or process.poll() is not None)
+            until(lambda: answers(port, "/metrics") or process.poll() is not None)
             assert process.poll() is None
             yield process, port
         finally:
             process.kill()
 
 
-def answers(port: int) -> bool:
+def answers(port: int, path: str = "/healthz") -> bool:
     try:
-        return ask(port, "GET", "/healthz")[0] == 200
+        return ask(port, "GET", path)[0] == 200
     except OSError:
         return False
 
@@ -113,28 +113,26 @@ def test_a_standard_error_that_nobody_reads_stops_nothing(tmp_path: Path, kind: 
     with started(kind, tmp_path, subprocess.DEVNULL, writer) as (process, port):
         for _ in range(3):
             process.send_signal(signal.SIGUSR1)
-            assert answers(port)
+            assert answers(port, "/metrics")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     os.close(writer)
     os.close(reader)
 
 
-@pytest.mark.parametrize("kind", ["serve", "route"])
-def test_a_process_says_what_ails_it(tmp_path: Path, kind: str) -> None:
-    prefix = "npu_gr_" if kind == "serve" else "npu_gr_router_"
+def test_an_instance_says_what_ails_it(tmp_path: Path) -> None:
     with (
         (tmp_path / "err").open("wb") as err,
-        started(kind, tmp_path, subprocess.DEVNULL, err.fileno()) as (process, port),
+        started("serve", tmp_path, subprocess.DEVNULL, err.fileno()) as (process, port),
     ):
         process.send_signal(signal.SIGUSR1)
         until(lambda: "stacks at SIGUSR1" in (tmp_path / "err").read_text())
-        freezes = value(port, f"{prefix}event_loop_freezes_total")
+        freezes = value(port, "npu_gr_event_loop_freezes_total")
         process.send_signal(signal.SIGSTOP)
         time.sleep(1.0)  # the fault: a freeze of one second
         process.send_signal(signal.SIGCONT)
-        until(lambda: value(port, f"{prefix}event_loop_freezes_total") > freezes)
-        lag = f"{prefix}event_loop_lag_seconds"
+        until(lambda: value(port, "npu_gr_event_loop_freezes_total") > freezes)
+        lag = "npu_gr_event_loop_lag_seconds"
         late = value(port, f"{lag}_count") - value(port, f'{lag}_bucket{{le="0.5"}}')
         assert late >= 15  # of the 40 timers that were due in that second, 20 are over half of it late
         bundle = urllib.request.urlopen(f"http://127.0.0.1:{port}/debug/bundle", timeout=60).read()
@@ -144,9 +142,9 @@ def test_a_process_says_what_ails_it(tmp_path: Path, kind: str) -> None:
     with tarfile.open(fileobj=io.BytesIO(bundle)) as archive:
         files = {name.partition("/")[2]: archive.extractfile(name) for name in archive.getnames()}
         texts = {name: file.read().decode() for name, file in files.items() if file is not None}
-    assert f"{prefix}log_lines_dropped_total" in texts["metrics.txt"]
+    assert "npu_gr_log_lines_dropped_total" in texts["metrics.txt"]
     assert "the event loop stood still for" in texts["log.txt"]
-    assert json.loads(texts["status.json"])["name"] == ("instance" if kind == "serve" else "router")
+    assert json.loads(texts["status.json"])["name"] == "instance"
     assert json.loads(texts["environment.json"])["gc"]["frozen"] > 10_000
     told = (tmp_path / "err").read_text()
     assert "MainThread" in told

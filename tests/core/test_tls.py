@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,8 @@ import pytest
 
 from npu_gr.core.certificate import expires_at
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.process import listening_sockets
 from npu_gr.core.settings import from_table
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
-from npu_gr.server.tls_listener import TlsListener
 from tests.certificates import Authority, Pair
 from tests.serving import until
 
@@ -34,45 +32,23 @@ def server_tls(pair: Pair, **more: Any) -> ServerTls:
 
 
 class Echo(asyncio.Protocol):
-    """Answers what it is sent, and notes what it is told of its handshake."""
-
-    made: list[Echo] = []  # noqa: RUF012  (emptied by the fixture)
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self.abort: Callable[[], object] = lambda: None
-        Echo.made.append(self)
-
-    def accepted(self, abort: Callable[[], object]) -> None:
-        self.told.append("accepted")
-        self.abort = abort
-
-    def not_secured(self) -> None:
-        self.told.append("not secured")
+    """Answers what it is sent."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.told.append("made")
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         self._transport.write(data)  # type: ignore[attr-defined]
 
 
-@pytest.fixture(autouse=True)
-def nobody() -> None:
-    Echo.made.clear()
-
-
 @asynccontextmanager
-async def listening(tls: ssl.SSLContext, **limits: Any) -> AsyncIterator[tuple[TlsListener, int]]:
-    given: dict[str, Any] = {"handshake_timeout_s": 10.0, "shutdown_timeout_s": 1.0, "max_handshakes": 100} | limits
-    sockets = await listening_sockets("127.0.0.1", 0, 100)
-    listener = TlsListener(Echo, sockets, tls, **given)
+async def listening(tls: ssl.SSLContext) -> AsyncIterator[int]:
+    """Echo over TLS; yields the port."""
+    server = await asyncio.get_running_loop().create_server(Echo, "127.0.0.1", 0, ssl=tls)
     try:
-        yield listener, sockets[0].getsockname()[1]
+        yield server.sockets[0].getsockname()[1]
     finally:
-        await listener.end()
-    assert listener.num_handshakes == 0
+        server.close()
 
 
 async def echoed(port: int, tls: ssl.SSLContext, name: str = "127.0.0.1") -> ssl.SSLObject:
@@ -103,7 +79,7 @@ async def test_a_new_pair_is_in_force_for_new_connections_and_a_broken_one_is_no
     tls = server_tls(pair)
     first = tls.expiry()
     assert 1.9 * DAY_S < first - time.time() <= 2 * DAY_S
-    async with listening(tls.public) as (_, port):
+    async with listening(tls.public) as port:
         old = (await echoed(port, authority.client())).getpeercert()
         new_key = other.key.read_bytes()
         old_key = pair.key.read_bytes()
@@ -130,7 +106,7 @@ async def test_a_new_pair_is_in_force_for_new_connections_and_a_broken_one_is_no
 async def test_nonsense_and_a_deleted_file_keep_the_old_certificate(authority: Authority, content: bytes) -> None:
     pair = authority.issue("127.0.0.1")
     tls = server_tls(pair)
-    async with listening(tls.public) as (_, port):
+    async with listening(tls.public) as port:
         pair.certificate.write_bytes(content)
         tls.reload_if_changed()
         assert tls.is_stale
@@ -158,7 +134,7 @@ async def test_callers_need_a_certificate_of_the_authority_in_force(authority: A
     friend = authority.client(authority.issue("router"))
     stranger = authority.client(strangers.issue("router"))
     tls = server_tls(authority.issue("127.0.0.1"), client_ca=str(client_ca))
-    async with listening(tls.public) as (_, port), listening(tls.admin) as (_, admin_port):
+    async with listening(tls.public) as port, listening(tls.admin) as admin_port:
         await echoed(port, friend)
         for other in (authority.client(), stranger, authority.client(authority.issue("router", days=-1))):
             with pytest.raises(OSError):  # noqa: PT011  (a reset or an alert, by timing)
@@ -189,7 +165,7 @@ async def test_no_session_outlives_the_authority_that_let_it_in(authority: Autho
                 session = secured.session
         return found
 
-    async with listening(asking.public) as (_, port), listening(server_tls(pair).public) as (_, open_port):
+    async with listening(asking.public) as port, listening(server_tls(pair).public) as open_port:
         assert await asyncio.to_thread(is_reused, port) == [False, False]
         assert await asyncio.to_thread(is_reused, open_port) == [False, True], "nobody is verified there"
         client.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -205,7 +181,7 @@ async def test_the_certificate_in_force_of_a_client_is_shown(authority: Authorit
         ClientTlsConfig(ca=str(authority.ca), certificate=str(shown.certificate), key=str(shown.key)), "instances_tls"
     )
     tls = server_tls(authority.issue("127.0.0.1"), client_ca=str(authority.ca))
-    async with listening(tls.public) as (_, port):
+    async with listening(tls.public) as port:
         with pytest.raises(OSError):  # noqa: PT011
             await echoed(port, client.context)
         shown.replace_by(authority.issue("router"))
@@ -222,10 +198,10 @@ async def test_a_client_refuses_another_host_an_expired_certificate_and_another_
         authority.issue("127.0.0.1", days=-1),
         Authority(tmp_path, "strangers").issue("127.0.0.1"),
     ):
-        async with listening(server_tls(pair).public) as (_, port):
+        async with listening(server_tls(pair).public) as port:
             with pytest.raises(ssl.SSLCertVerificationError):
                 await echoed(port, client)
-    async with listening(server_tls(authority.issue("elsewhere.example")).public) as (_, port):
+    async with listening(server_tls(authority.issue("elsewhere.example")).public) as port:
         await echoed(port, client, "elsewhere.example")
 
 
@@ -246,44 +222,16 @@ async def test_old_versions_and_weak_ciphers_are_refused(
         client.minimum_version = min(newest, ssl.TLSVersion.TLSv1_2)
         client.maximum_version = newest
     pair = authority.issue("127.0.0.1")
-    async with listening(server_tls(pair).public) as (_, port):
+    async with listening(server_tls(pair).public) as port:
         if is_accepted:
             assert (await echoed(port, client)).version() == "TLSv1.2"
             assert (await echoed(port, authority.client())).version() == "TLSv1.3"
         else:
             with pytest.raises(OSError):  # noqa: PT011
                 await echoed(port, client)
-    async with listening(server_tls(pair, min_version="1.3").public) as (_, port):
+    async with listening(server_tls(pair, min_version="1.3").public) as port:
         with pytest.raises(OSError):  # noqa: PT011
             await echoed(port, client)
-
-
-async def test_a_silent_caller_a_noisy_one_and_the_oldest_of_too_many_end(authority: Authority) -> None:
-    tls = server_tls(authority.issue("127.0.0.1"))
-    async with listening(tls.public, handshake_timeout_s=0.2, max_handshakes=2) as (listener, port):
-        for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\xff" + b"\0" * 100):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(sent)
-            with contextlib.suppress(ConnectionResetError):
-                async with asyncio.timeout(10):
-                    await reader.read()
-            await until(lambda: Echo.made[-1].told == ["accepted", "not secured"])
-            writer.close()
-    async with listening(tls.public, max_handshakes=2) as (listener, port):
-        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-        async with asyncio.timeout(10):
-            assert await silent[0][0].read() == b""
-        assert listener.num_handshakes == 2
-        await until(lambda: len(Echo.made) == 6)
-        Echo.made[-1].abort()
-        async with asyncio.timeout(10):
-            assert await silent[2][0].read() == b""
-        await echoed(port, authority.client())
-        assert Echo.made[-1].told == ["accepted", "made"]
-        listener.close()
-        assert listener.num_handshakes == 1, "handshakes go on when nothing more is accepted"
-    for _, writer in silent:
-        writer.close()
 
 
 def test_what_cannot_be_used_is_refused_in_words(authority: Authority, tmp_path: Path) -> None:

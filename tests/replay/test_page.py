@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shutil
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 
 from npu_gr.replay.page import Axis, lines, page
-from npu_gr.replay.report import BIN_ANSWERS, Report, Study, TierSample, summarise
+from npu_gr.replay.report import BIN_ANSWERS, Report, Study, summarise
 from npu_gr.replay.tally import MAX_POINTS, Tally
 from tests.replay.test_report import sample
 
@@ -35,11 +34,8 @@ def run(rate: float, seed: int = 0) -> Report:
         latency_s = float(random.lognormal(-4, 0.6))
         error = "504" if random.random() < 0.01 else ""
         tally.add(sample(due_at=i / rate, latency_s=latency_s, error=error, outcome=str(random.choice(OUTCOMES))))
-    settings = {"closed": None, "rate": rate, "ramp_to": None, "arrival": "poisson", "speed": 1.0, "seed": seed}
-    tiers = [
-        TierSample(taken_at=float(i), bytes={"hbm live": i * 1e6, "hbm free": 1e9, "dram live": 5e7}) for i in range(20)
-    ]
-    return summarise(tally, settings, tiers=tiers)
+    settings = {"closed": None, "rate": rate, "arrival": "poisson", "speed": 1.0, "seed": seed}
+    return summarise(tally, settings)
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +101,8 @@ def test_one_run_is_a_point_in_the_cloud_of_its_slices_and_runs_are_a_line() -> 
 
 
 def test_what_never_was_is_said_and_not_drawn() -> None:
-    one = run(100.0)
-    tiers = [TierSample(taken_at=float(i), bytes={"hbm live": i * 1e6, "hbm reserved": 0.0}) for i in range(20)]
-    drawn = page(Study(runs=[dataclasses.replace(one, tiers=tiers)]), "x").split("memory tiers</h3>")[1]
-    assert ">hbm reserved: 0<" in drawn.split("</figure>")[0]
+    drawn = lines({"reserved": [(0.0, 0.0), (1.0, 0.0)]}, Axis("s"), Axis("bytes"))
+    assert ">reserved: 0<" in drawn
 
 
 def latency(run: Report) -> str:
@@ -138,15 +132,14 @@ def test_latency_over_time_is_points_under_a_band_where_answers_are_enough_for_i
     assert (len(few.bins), "P50 to P99" in latency(few)) == (1, False)
 
 
-def test_one_run_nothing_answered_and_no_tiers_make_a_page_too() -> None:
-    settings = {"closed": 4, "rate": None, "ramp_to": None, "arrival": "poisson", "speed": 1.0}
+def test_one_run_and_nothing_answered_make_a_page_too() -> None:
+    settings = {"closed": 4, "rate": None, "arrival": "poisson", "speed": 1.0}
     for samples in ([], [sample()], [sample(error="timeout")]):
         tally = Tally(0.05)
         for each in samples:
             tally.add(each)
         text = page(Study(runs=[summarise(tally, settings, interrupted=True)]), "x")
         Strict().feed(text)
-        assert "npu_gr_kv_bytes" in text
         assert "Interrupted" in text
 
 
@@ -193,7 +186,7 @@ def test_a_browser_draws_every_plot_with_its_words_inside_and_apart(tmp_path: Pa
     found: dict[str, Any] = json.loads(unescape(shown.split('<pre id="probe">')[1].split("</pre>")[0]))
     assert found["title"] == "A <title> & more"
     assert (found["loads"], found["wider"]) == (0, False)
-    assert len(found["svgs"]) == 1 + 3 * 5
+    assert len(found["svgs"]) == 1 + 3 * 4
     for svg in found["svgs"]:
         assert svg["width"] > 300
         assert svg["height"] > 100

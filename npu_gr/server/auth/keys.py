@@ -219,8 +219,8 @@ class KeyRing:
         self._buckets: dict[str, TokenBucket] = {}
         self.is_stale = False  # the file cannot be used; the keys are older than it
         self.on_refused: Callable[[KeyRefusal], None] = lambda _reason: None
-        self.on_spent: Callable[[str], None] = lambda _name: None  # a request of a key that has a rate
         self._refusals = SeldomLog(log)
+        self._wrong_keys = Throttle()
         if path is not None:
             try:
                 self._use(path.read_bytes())
@@ -309,10 +309,13 @@ class KeyRing:
             raise self._refusal(KeyRefusal.EXPIRED)
         return key
 
-    def spent_elsewhere(self, name: str, num: int) -> None:
-        """Count requests that came with the key of this name to another process of the instance."""
-        if (bucket := self._buckets.get(name)) is not None:
-            bucket.owe(num)
+    async def of_caller(self, sent: str | None) -> Key:
+        """Find the key of a caller as `find` does; where keys are guessed, the refusal is held back."""
+        try:
+            return self.find(None if sent is None else sent.encode(errors="surrogateescape"))
+        except Unauthorized:
+            await asyncio.sleep(self._wrong_keys.hold_s())
+            raise
 
     def spend(self, key: Key) -> None:
         """Count one request against a key's rate.
@@ -321,17 +324,14 @@ class KeyRing:
             Overloaded: the key is over its rate.
         """
         bucket = self._buckets.get(key.name)
-        if bucket is None:
+        if bucket is None or bucket.take(self._clock()):
             return
-        if bucket.take(self._clock()):
-            self.on_spent(key.name)
-        else:
-            self._refused(KeyRefusal.RATE, key)
-            raise Overloaded(
-                f"the key {key.name!r} may send {bucket.rate_per_s:g} requests a second",
-                retry_after_s=1.0,
-                reason=Refusal.RATE,
-            )
+        self._refused(KeyRefusal.RATE, key)
+        raise Overloaded(
+            f"the key {key.name!r} may send {bucket.rate_per_s:g} requests a second",
+            retry_after_s=1.0,
+            reason=Refusal.RATE,
+        )
 
     def require(self, key: Key, scope: Scope) -> None:
         """Check that a key allows something.

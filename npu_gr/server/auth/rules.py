@@ -109,25 +109,6 @@ class Address:
         return path not in self._elsewhere
 
 
-# The router's admin address; its public address serves the public routes of the instances. None = no key is needed.
-ROUTER_ADMIN: dict[tuple[str, str], Scope | None] = {
-    ("GET", "/healthz"): None,
-    ("GET", "/"): None,  # a page without data: it asks for them with a key
-    ("GET", "/status"): Scope.OBSERVE,
-    ("GET", "/metrics"): Scope.OBSERVE,
-    ("GET", "/instances"): Scope.OBSERVE,
-    ("GET", "/owner"): Scope.OBSERVE,
-    ("POST", "/instances/{name}/drain"): Scope.ADMIN,
-    ("POST", "/instances/{name}/undrain"): Scope.ADMIN,
-    ("POST", "/user"): Scope.ADMIN,
-    ("GET", "/config"): Scope.ADMIN,
-    ("GET", "/debug/runbooks"): Scope.OBSERVE,
-    ("GET", "/debug/stacks"): Scope.ADMIN,
-    ("GET", "/debug/profile"): Scope.ADMIN,
-    ("GET", "/debug/bundle"): Scope.ADMIN,
-}
-
-
 _OWN_SITE = ("same-origin", "none")  # none: the user typed the address
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -27,7 +27,6 @@ from npu_gr.core.errors import (
     NpuGrError,
     Overloaded,
     Refusal,
-    Unauthorized,
 )
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import Kind, Scope
@@ -36,7 +35,7 @@ from npu_gr.core.trace import CURRENT
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, EndedRequest, Failure
-from npu_gr.server.auth.keys import ANYBODY, KeyRing, Throttle
+from npu_gr.server.auth.keys import ANYBODY, KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.middleware import ABANDONED
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -134,7 +133,6 @@ class Calls:
     keys: KeyRing
     access_log: AccessLog
     tracing: Tracing
-    wrong_keys: Throttle = field(default_factory=Throttle)
 
     async def unary(self, path: str, scope: Scope | None, work: Work, context: Any) -> bytes:
         """Serve a call with one message.
@@ -163,12 +161,7 @@ class Calls:
         """Find the caller's key. Raises Unauthorized, late where keys are guessed, or Forbidden."""
         if scope is None:
             return
-        sent = call.metadata.get("authorization")
-        try:
-            call.key = self.keys.find(None if sent is None else sent.encode(errors="surrogateescape"))
-        except Unauthorized:
-            await asyncio.sleep(self.wrong_keys.hold_s())
-            raise
+        call.key = await self.keys.of_caller(call.metadata.get("authorization"))
         self.keys.require(call.key, scope)
 
     async def _counted(self, call: RpcCall, scope: Scope | None, work: Work, context: Any, body: bytes | None) -> bytes:

@@ -74,11 +74,8 @@ class RpcServer:
         self._server: grpc.aio.Server | None = None
         self.port = 0  # while it listens
 
-    async def listen(self, *, is_shared: bool = False) -> None:
+    async def listen(self) -> None:
         """Listen at `server.host` and `server.grpc_port`.
-
-        Args:
-            is_shared: other workers of this instance listen there, too.
 
         Raises:
             ConfigError: the address cannot be bound, or the certificate cannot be used.
@@ -92,7 +89,7 @@ class RpcServer:
         config = self._calls.config
         server = grpc.aio.server(
             handlers=[Handlers()],
-            options=_options(config, is_shared=is_shared),
+            options=_options(config),
             maximum_concurrent_rpcs=MAX_CALLS,
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
@@ -158,7 +155,7 @@ def open_rpc(
     return RpcServer(calls, insight)
 
 
-def _options(config: ServerConfig, *, is_shared: bool) -> list[tuple[str, int]]:
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
     seconds = {  # milliseconds to gRPC
         "grpc.server_handshake_timeout_ms": HANDSHAKE_S,
         "grpc.max_connection_idle_ms": config.idle_timeout_s,
@@ -173,7 +170,7 @@ def _options(config: ServerConfig, *, is_shared: bool) -> list[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.so_reuseport", int(is_shared)),
+        ("grpc.so_reuseport", 0),
         *((name, round(value * 1e3)) for name, value in seconds.items()),
     ]
 
