@@ -15,7 +15,7 @@ import click
 import numpy as np
 
 from benchmarks.frame import COUNT, SEED, Line, compared, option
-from npu_gr.train.graph import Graph
+from npu_gr.train.judge import Graph
 from npu_gr.train.match.domains import MatchData, hold_out
 from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.match.train import StageProgress, Trainer

@@ -32,17 +32,15 @@ from npu_gr.train.baselines.sasrec import SASRec, SASRecOptions
 from npu_gr.train.data import build_log
 from npu_gr.train.generate.train import BEAUTY, BEAUTY_GIVEN, MOVIELENS, SPLIT, GenerateOptions, train_generator
 from npu_gr.train.generate.train import QUICK as QUICK_GENERATOR
-from npu_gr.train.match.arms import EXPORT, POPULARITY, SCCDR, Bench
-from npu_gr.train.match.candidates import BASELINES
+from npu_gr.train.match.arms import BASELINES, EXPORT, POPULARITY, SCCDR, Bench
 from npu_gr.train.match.domains import Domains, read_domains, split
 from npu_gr.train.match.options import MatchOptions
 from npu_gr.train.metrics import F64, hits, ndcg_of_each
-from npu_gr.train.next_item import NextItemRanks, rank_next_items, sample_targets
-from npu_gr.train.paired import difference
+from npu_gr.train.next_item import NextItemRanks, difference, rank_next_items, sample_targets
 from npu_gr.train.rank.options import PRESETS, TrainOptions
 from npu_gr.train.rank.train import train_rank
-from npu_gr.train.retrieve.train import RetrieveOptions, train_retriever
-from npu_gr.train.site.options import options_for
+from npu_gr.train.retrieve import RetrieveOptions, train_retriever
+from npu_gr.train.site.configuration import options_for
 
 PARTS = ("match", "next", "codes", "cold")
 OPTIONS = (

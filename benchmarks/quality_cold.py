@@ -41,8 +41,7 @@ from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, ite
 from npu_gr.train.generate.retrieval import GeneratorJudge
 from npu_gr.train.generate.train import COMPANY_WINDOW, SPLIT, GenerateOptions, train_generator
 from npu_gr.train.metrics import F64, auc, hits, ndcg_of_each
-from npu_gr.train.next_item import sample_targets
-from npu_gr.train.paired import Difference, difference, difference_of_auc, difference_of_users
+from npu_gr.train.next_item import Difference, difference, difference_of_auc, difference_of_users, sample_targets
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import TrainOptions

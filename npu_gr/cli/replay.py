@@ -58,12 +58,9 @@ def replay() -> None:
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--out", type=FILE, help="Folder for report.json, report.html and answers.jsonl.gz.")
-@click.option(
-    "--keep", default="scores", show_default=True, type=click.Choice(["scores", "digests"]), help="Kept of answers."
-)
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON instead of tables.")
 @API_KEY
-def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: Any) -> None:
+def run_command(log: Path, out: Path | None, as_json: bool, **given: Any) -> None:
     """Replay a query LOG open loop; latency counts from the time each request was due. Ctrl-C reports what there is."""
     from rich.console import Console
 
@@ -82,9 +79,7 @@ def run_command(log: Path, out: Path | None, keep: str, as_json: bool, **given: 
                 show.begin(f"run {place}")
                 name = "answers.jsonl.gz" if place == 1 else f"answers-{place}.jsonl.gz"
                 answers = None if out is None else out / name
-                found.append(
-                    await replay(log, options, stop=stop, show=show, answers=answers, keep_scores=keep == "scores")
-                )
+                found.append(await replay(log, options, stop=stop, show=show, answers=answers))
                 if stop.is_set():
                     break
         return Study(runs=found)

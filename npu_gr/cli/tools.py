@@ -163,8 +163,8 @@ def judge(
     from npu_gr.dataset import read_log
     from npu_gr.features.interactions import movielens_100k
     from npu_gr.tools.judge import evaluate
+    from npu_gr.train.cascade import next_events
     from npu_gr.train.data import to_train_on
-    from npu_gr.train.next_event import next_events
 
     async def work() -> None:
         events = read_log(log or movielens_100k())

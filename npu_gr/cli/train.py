@@ -67,13 +67,13 @@ def _generate_presets() -> Mapping[str, GenerateOptions]:
 
 
 def _retrieve_presets() -> Presets:
-    from npu_gr.train.retrieve.train import RetrieveOptions
+    from npu_gr.train.retrieve import RetrieveOptions
 
     return {"retrieve": RetrieveOptions()}
 
 
 def _site_presets() -> Presets:
-    from npu_gr.train.site.options import PRESETS
+    from npu_gr.train.site.configuration import PRESETS
 
     return PRESETS
 
@@ -158,12 +158,10 @@ def train_rank(
     from npu_gr.core.settings import override
     from npu_gr.train.data import build_log
     from npu_gr.train.generate.codes import read_codes
-    from npu_gr.train.next_command import example, next_command
-    from npu_gr.train.progress import training_progress
-    from npu_gr.train.rank.publish import publish
-    from npu_gr.train.rank.train import RankerCodes
+    from npu_gr.train.options import example, next_command, read_training_data
+    from npu_gr.train.rank.train import RankerCodes, publish
     from npu_gr.train.rank.train import train_rank as work
-    from npu_gr.train.source import read_training_data
+    from npu_gr.train.steps import training_progress
 
     torch.set_num_threads(threads)
     options = override(_rank_presets()[preset], [f"budget_s={budget_s}", *overrides])
@@ -219,8 +217,8 @@ def train_generate(
     from npu_gr.features.interactions import movielens_100k
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import train_generator
-    from npu_gr.train.progress import training_progress
-    from npu_gr.train.source import read_training_data
+    from npu_gr.train.options import read_training_data
+    from npu_gr.train.steps import training_progress
 
     torch.set_num_threads(threads)
     options = override(_generate_presets()[preset], overrides)
@@ -257,10 +255,9 @@ def train_retrieve(
 
     from npu_gr.core.settings import override
     from npu_gr.matching.vectors import save
-    from npu_gr.train.next_command import how_to_match
-    from npu_gr.train.progress import training_progress
-    from npu_gr.train.retrieve.train import RetrieveOptions, train_retriever
-    from npu_gr.train.source import read_training_data
+    from npu_gr.train.options import how_to_match, read_training_data
+    from npu_gr.train.retrieve import RetrieveOptions, train_retriever
+    from npu_gr.train.steps import training_progress
 
     torch.set_num_threads(threads)
     options = override(RetrieveOptions(), overrides)

@@ -3,7 +3,7 @@
     mean(i) = mean over the distinct items j of the last n events of similarity(j, i)
 
 Of each item the most similar ones are kept; any other has a similarity of 0. What similarities are, and n, the training
-chooses for each log: see `train/rank/neighbour_kinds.py`.
+chooses for each log: see `train/rank/neighbours.py`.
 
 Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019).
 """

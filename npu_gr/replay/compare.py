@@ -46,8 +46,8 @@ class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     items: list[int] = []  # that the answer chose
 
 
-def line(sample: Sample, keep_scores: bool) -> AnswerLine:
-    """The line of a sample whose kind has scores; without `keep_scores` it holds their digest only."""
+def line(sample: Sample) -> AnswerLine:
+    """The line of a sample whose kind has scores."""
     common = AnswerLine(
         number=sample.number,
         kind=sample.record.kind,
@@ -63,7 +63,7 @@ def line(sample: Sample, keep_scores: bool) -> AnswerLine:
         outcome=answer["outcome"],
         model_version=answer.get("model_version", ""),
         digest=digest(answer["scores"], items),
-        scores={task: raw(values) for task, values in answer["scores"].items()} if keep_scores else {},
+        scores={task: raw(values) for task, values in answer["scores"].items()},
         items=items,
     )
 
@@ -71,9 +71,8 @@ def line(sample: Sample, keep_scores: bool) -> AnswerLine:
 class AnswerFile:
     """Writes answers without making the player wait: `async with`, then `add` on the event loop."""
 
-    def __init__(self, path: Path, keep_scores: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._keep_scores = keep_scores
         self._lines: list[AnswerLine] = []
         self._thread = ThreadPoolExecutor(1, "answers")
 
@@ -92,7 +91,7 @@ class AnswerFile:
     def add(self, sample: Sample) -> None:
         """Keep a line of a request that is over, if its kind has scores."""
         if sample.record.kind in SCORED:
-            self._lines.append(line(sample, self._keep_scores))
+            self._lines.append(line(sample))
             if len(self._lines) >= MAX_LINES:
                 self._flush()
 

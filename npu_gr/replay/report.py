@@ -16,7 +16,6 @@ from rich.table import Column, Table
 
 from npu_gr import __version__
 from npu_gr.replay.log import RECORDED, SCORED
-from npu_gr.replay.requests import Sample
 from npu_gr.replay.tally import HITS, Latency, Slice, Tally
 
 PERCENTILES = (50, 95, 99, 99.9)
@@ -144,21 +143,6 @@ class Report:
             yield "warm-up requests, not counted", str(self.num_warmup)
         if self.num_bad_lines:
             yield f"{self.num_bad_lines} bad lines skipped", "\n".join(self.bad_lines)
-
-
-def report(samples: Iterable[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
-    """Sum up samples.
-
-    Args:
-        samples: of one run, in any order.
-        slo_s: an answer within it is in time.
-        settings: of the run, for the report.
-        interrupted: the run was ended early.
-    """
-    tally = Tally(slo_s)
-    for sample in samples:
-        tally.add(sample)
-    return summarise(tally, settings, interrupted)
 
 
 def summarise(

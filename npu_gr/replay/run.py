@@ -41,7 +41,6 @@ async def replay(
     stop: asyncio.Event | None = None,
     show: Callable[[Progress], None] = lambda _progress: None,
     answers: Path | None = None,
-    keep_scores: bool = True,
 ) -> Report:
     """Play the log against a running service; when `stop` is set, end and report what was answered so far.
 
@@ -51,13 +50,12 @@ async def replay(
         stop: set it to end the run early; None = it ends with the log.
         show: called a few times a second.
         answers: the file that `compare.AnswerFile` writes; None = none.
-        keep_scores: write every score into it; otherwise digests only.
 
     Raises:
         DataError: the log cannot be read, or has nothing to send.
     """
     run = _Run(log, options)
-    playing = asyncio.create_task(run.play(answers, keep_scores))
+    playing = asyncio.create_task(run.play(answers))
     stopping = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
         while not playing.done() and not stopping.done():
@@ -104,7 +102,7 @@ class _Run:
             return self._log.read_ratio
         return (self._last_number + 1) / max(len(self._log), 1)
 
-    async def play(self, answers: Path | None, keep_scores: bool) -> None:
+    async def play(self, answers: Path | None) -> None:
         """Send everything. Cancelling stops it at once.
 
         Raises:
@@ -121,7 +119,7 @@ class _Run:
         async with contextlib.AsyncExitStack() as stack:
             note: Callable[[Sample], None] = lambda _sample: None  # noqa: E731
             if answers is not None:
-                note = (await stack.enter_async_context(AnswerFile(answers, keep_scores))).add
+                note = (await stack.enter_async_context(AnswerFile(answers))).add
 
             def over(sample: Sample) -> None:
                 self.num_done += 1

@@ -227,7 +227,7 @@ def _trainers() -> Iterator[str]:
     from npu_gr.train.generate.train import GenerateOptions
     from npu_gr.train.match.options import MatchOptions
     from npu_gr.train.rank.options import TrainOptions
-    from npu_gr.train.site.options import SiteOptions
+    from npu_gr.train.site.configuration import SiteOptions
 
     trainers: dict[str, type[msgspec.Struct]] = {
         "all": SiteOptions,

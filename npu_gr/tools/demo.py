@@ -59,10 +59,10 @@ from npu_gr.replay.run import replay
 from npu_gr.replay.tally import HITS
 from npu_gr.service.config import Config, load
 from npu_gr.tools.judge import EvaluationClient, ServiceEvaluation, evaluate
+from npu_gr.train.cascade import JUDGED_USERS, next_events
 from npu_gr.train.data import to_train_on
-from npu_gr.train.next_command import curl, serve
-from npu_gr.train.next_event import JUDGED_USERS, next_events
-from npu_gr.train.site.examples import asked_at, examples, known_user, recommend
+from npu_gr.train.options import curl, serve
+from npu_gr.train.site.folder import asked_at, examples, known_user, recommend
 from npu_gr.train.site.make import train_command, train_site
 from npu_gr.train.site.report import SiteReport
 

@@ -29,9 +29,8 @@ from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
 from npu_gr.core.kinds import GENERATE, KINDS, MATCH, RECOMMEND
 from npu_gr.core.names import answered_ids
-from npu_gr.train.cascade import why
+from npu_gr.train.cascade import MISSED, NextEventCase, hides_seen, raw_column, repeat_ratio, why
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
-from npu_gr.train.next_event import MISSED, NextEventCase, hides_seen, raw_column, repeat_ratio
 
 TOP = 10  # items that count as recommended
 BESIDE = 100  # items asked of what the service finds beside the cascade's sources

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -184,3 +187,29 @@ def schedule(progress_ratio: float, warm_up_ratio: float) -> float:
     if progress_ratio < warm_up_ratio:
         return progress_ratio / warm_up_ratio
     return (1 + math.cos(math.pi * (progress_ratio - warm_up_ratio) / (1 - warm_up_ratio))) / 2
+
+
+@contextmanager
+def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
+    """Show a progress bar for each stage of a training; yields what to call with its progress."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as bar:
+        tasks: dict[str, TaskID] = {}
+        latest: dict[str, TrainingProgress] = {}  # by model
+
+        def end(model: str) -> None:
+            if model in latest:  # its last step was one short of the end
+                bar.update(tasks[latest[model].stage], completed=latest[model].total)
+
+        def show(step: TrainingProgress) -> None:
+            model = step.stage.partition(":")[0]
+            if step.stage not in tasks:
+                end(model)
+                tasks[step.stage] = bar.add_task(step.stage, total=step.total, loss="")
+            latest[model] = step
+            loss = "" if step.loss != step.loss else f"loss {step.loss:.4f}"
+            bar.update(tasks[step.stage], completed=step.done, loss=loss)
+
+        yield show
+        for model in latest:
+            end(model)

@@ -22,7 +22,7 @@ from npu_gr.matching.vectors import load as load_vectors
 from npu_gr.model.weights import load as load_ranker
 from npu_gr.service.app import instance
 from npu_gr.service.config import load as load_config
-from npu_gr.train.source import read_training_data
+from npu_gr.train.options import read_training_data
 
 ITEMS = [f"SKU-{number:03}" for number in range(20)]
 TINY = ["epochs=1", "dim=16", "num_heads=1"]

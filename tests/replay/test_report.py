@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,16 @@ import pytest
 from rich.console import Console
 
 from npu_gr.replay.log import QueryRecord
-from npu_gr.replay.report import report
+from npu_gr.replay.report import Report, summarise
 from npu_gr.replay.requests import ReplayedAnswer, Sample
+from npu_gr.replay.tally import Tally
+
+
+def report(samples: Iterable[Sample], slo_s: float, settings: dict[str, Any], interrupted: bool = False) -> Report:
+    tally = Tally(slo_s)
+    for one in samples:
+        tally.add(one)
+    return summarise(tally, settings, interrupted)
 
 
 def sample(due_at: float = 0.0, latency_s: float = 0.01, error: str = "", lag_s: float = 0.0, **values: Any) -> Sample:

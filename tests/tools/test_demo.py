@@ -10,10 +10,11 @@ import pytest
 
 from npu_gr.catalogue.names import EMPTY
 from npu_gr.features.interactions import Interactions
-from npu_gr.replay.report import Latencies, Report, report
+from npu_gr.replay.report import Latencies, Report
 from npu_gr.tools.demo import longest_users, sum_up
 from npu_gr.tools.judge import ServiceEvaluation
 from npu_gr.train.site.report import SiteReport
+from tests.replay.test_report import report
 
 LOG = Interactions(np.zeros(6, np.int32), np.arange(6), np.full(6, 4.0), np.arange(6) + 800_000_000, ["it's me"])
 

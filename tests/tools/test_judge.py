@@ -15,7 +15,7 @@ from rich.console import Console
 from npu_gr.core.errors import Unavailable
 from npu_gr.features.interactions import Interactions
 from npu_gr.tools.judge import EvaluationClient, ServiceEvaluation, evaluate
-from npu_gr.train.next_event import hides_seen, next_events, repeat_ratio
+from npu_gr.train.cascade import hides_seen, next_events, repeat_ratio
 from tests.keys import secret, write_keys
 from tests.server.test_recommend_over_http import NUM_ITEMS, section
 from tests.serving import FIRST_ID, serving

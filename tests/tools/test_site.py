@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.kinds import KINDS
-from npu_gr.train.site.examples import NEW_ITEM
+from npu_gr.train.site.folder import NEW_ITEM
 from tests.cli.test_main import free_port, is_ready
 from tests.cli.test_processes import until
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from npu_gr.train.metrics import auc
-from npu_gr.train.next_item import NO_RANKS, NextItemRanks
-from npu_gr.train.paired import compare, difference, difference_of_auc, difference_of_users
+from npu_gr.train.next_item import NO_RANKS, NextItemRanks, compare, difference, difference_of_auc, difference_of_users
 
 
 def ranks(share: float, num_users: int = 1000, unseen: float | None = None, repeats: float = 0.0) -> NextItemRanks:

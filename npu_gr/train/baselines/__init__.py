@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from npu_gr.train.baselines.base import Baseline
 from npu_gr.train.baselines.choose import FittedBaselines, fit_baselines
-from npu_gr.train.baselines.counts import DecayedTransitions, Markov, Popularity
-from npu_gr.train.baselines.ratings import MatrixFactorisation, Means
+from npu_gr.train.baselines.counts import Baseline, DecayedTransitions, Markov, MatrixFactorisation, Means, Popularity
 
 __all__ = [
     "Baseline",

@@ -13,13 +13,20 @@ import torch
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.train.baselines.base import Baseline
-from npu_gr.train.baselines.counts import DecayedTransitions, Markov, Popularity
-from npu_gr.train.baselines.linear import EASE, ItemKNN, LinearModel, PureSVD, ease_is_too_large, spectrum
-from npu_gr.train.baselines.tune import Candidate, Tuned, tune
+from npu_gr.train.baselines.counts import Baseline, DecayedTransitions, Markov, Popularity
+from npu_gr.train.baselines.linear import (
+    EASE,
+    Candidate,
+    ItemKNN,
+    LinearModel,
+    PureSVD,
+    Tuned,
+    ease_is_too_large,
+    spectrum,
+    tune,
+)
 from npu_gr.train.data import InteractionLog, Split
-from npu_gr.train.graph import Graph, unique_edges
-from npu_gr.train.judge import HeldOut, Judge
+from npu_gr.train.judge import Graph, HeldOut, Judge, unique_edges
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import MANY_REPEATS, sample_targets
 

@@ -10,6 +10,11 @@ node says it at once, and that of the last level is the item.
 The paths stay what they were. A level may have as many nodes as there are items, and a softmax over all of them would
 cost more than the decoder; so training compares a node with its siblings alone, as a search does that normalises over
 valid codes. A node without siblings is certain, and costs nothing.
+
+The decoder's forward pass for training: many histories at once, padded at the end, with gradients.
+
+It computes the same function as `Decoder.prefill`: the layers are the same, and a row attends to itself and to the
+tokens before it. Padding stands after all real tokens, which therefore never attend to it: it needs no mask.
 """
 
 from __future__ import annotations
@@ -19,13 +24,12 @@ import copy
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, embedding, pad
+from torch.nn.functional import cross_entropy, dropout, embedding, linear, pad, scaled_dot_product_attention
 
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks, Trie
-from npu_gr.model.decoder import Decoder
+from npu_gr.model.decoder import Decoder, DecoderLayer
 from npu_gr.train.data import Batch
-from npu_gr.train.generate.causal import encode
 from npu_gr.train.generate.codes import ItemCodes
 
 STD = 0.05  # of the codes' rows at the start
@@ -155,3 +159,53 @@ def _siblings(trie: Trie, level: int) -> tuple[Tensor, Tensor]:
     pointers = trie.indptr[level].astype(np.int64)
     counts = np.diff(pointers)
     return torch.from_numpy(np.repeat(pointers[:-1], counts)), torch.from_numpy(np.repeat(counts, counts))
+
+
+def encode(model: Decoder, tokens: Tensor, dropout_ratio: float = 0.0, table: Tensor | None = None) -> Tensor:
+    """Compute the final rows of token sequences, ready for `next_logits`.
+
+    Args:
+        model: the decoder.
+        tokens: int64 [B, n], padded at the end with any tokens.
+        dropout_ratio: of embedded tokens and of each layer's update.
+        table: [vocabulary, dim] in the place of the model's token embedding.
+
+    Returns:
+        float32 [B, n, dim].
+    """
+    config = model.config
+    cos, sin = config.angles(0, tokens.shape[1], tokens.device)
+    x = dropout(embedding(tokens, model.embedding.weight if table is None else table), dropout_ratio)
+    for layer in model.layers:
+        assert isinstance(layer, DecoderLayer)
+        q, k, v = (rows.transpose(1, 2) for rows in layer.project(x, cos, sin))  # [B, H, n, D]
+        grouped = config.num_heads != config.num_kv_heads
+        attention = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        new = layer.finish(x, attention.transpose(1, 2))
+        x = x + dropout(new - x, dropout_ratio) if dropout_ratio else new
+    rows: Tensor = model.norm(x)
+    return rows
+
+
+def next_logits(model: Decoder, rows: Tensor) -> Tensor:
+    """Compute the logits of the next token: [..., dim] -> [..., vocabulary]. `Decoder.logits` with gradients."""
+    weight = model.embedding.weight if model.config.tied_head else model.head.weight
+    return linear(rows, weight)
+
+
+@torch.no_grad()
+def start(model: Decoder, generator: torch.Generator, std: float = 0.05) -> None:
+    """Initialise the weights in place: matrices normal, norms 1, biases 0.
+
+    Args:
+        model: the decoder.
+        generator: draws the matrices.
+        std: of a matrix; one that adds to the residual stream has std / sqrt(2 x layers), so that the stream's variance
+            does not grow with depth.
+    """
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2:
+            weight.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        adds = name.endswith(("out.weight", "down.weight"))
+        weight.normal_(0.0, std / (2 * model.config.num_layers) ** 0.5 if adds else std, generator=generator)

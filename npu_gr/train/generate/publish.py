@@ -31,7 +31,7 @@ from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf, hf_files
 from npu_gr.train.generate.codes import codes_text
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
-from npu_gr.train.next_command import CONFIGURATION, example, next_command
+from npu_gr.train.options import CONFIGURATION, example, next_command
 
 CATALOGUE = "items.jsonl"
 REPORT = "report.json"

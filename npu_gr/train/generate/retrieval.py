@@ -28,8 +28,7 @@ from npu_gr.train.baselines import Baseline
 from npu_gr.train.data import InteractionLog, NextItem, what_stands
 from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64, NAN, cells, hit_ratio, known, ndcg
-from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
-from npu_gr.train.paired import BaselineComparison, compare
+from npu_gr.train.next_item import NO_RANKS, BaselineComparison, NextItemRanks, compare, rank_next_items
 
 MISSED = float("inf")  # rank of an item that no beam has found
 DECODER = "semantic-ID decoder"

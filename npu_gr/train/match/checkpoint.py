@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import xxhash
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.train.match.domains import MatchData
-from npu_gr.train.match.train import Trainer
+from npu_gr.matching.fold import SourceItems
+from npu_gr.matching.vectors import Vectors
+from npu_gr.train.judge import Graph
+from npu_gr.train.match.arms import JoinedVectors
+from npu_gr.train.match.domains import Domains, MatchData
+from npu_gr.train.match.train import StageProgress, Trainer
 
 _MAGIC = b"npu_gr match 1\n"
 
@@ -77,3 +86,66 @@ def identity(trainer: Trainer) -> bytes:
     digest.update(data.validation.users.data)
     digest.update(data.validation.items.data)
     return digest.hexdigest().encode()
+
+
+def export(domains: Domains, data: MatchData, joined: JoinedVectors, figures: dict[str, float]) -> Vectors:
+    """Join vectors with the names and histories that serving needs.
+
+    Args:
+        domains: every edge in them counts as seen.
+        data: that the training saw: it decides which users have vectors.
+        joined: the vectors.
+        figures: metrics to keep beside the vectors, by name.
+    """
+    target_starts, target_items = _by_user(domains.target)
+    source_starts, source_items = _by_user(domains.source)
+    num_source = domains.source.num_items
+    knows_source = joined.folding.source_states is not None
+    return Vectors(
+        user_keys=domains.users,
+        item_ids=domains.target_ids,
+        users=joined.users.numpy(),
+        items=joined.items.numpy(),
+        in_target=data.whole().target.degrees()[0] > 0,
+        in_source=(data.source.degrees()[0] > 0) & knows_source,
+        popularity=domains.target.degrees()[1],
+        seen_starts=target_starts,
+        seen_items=target_items.astype(np.int32),
+        figures=figures,
+        folding=joined.folding,
+        source=SourceItems(
+            ids=domains.source_ids if domains.ids_are_apart else None,
+            seen_starts=source_starts,
+            seen_items=source_items.astype(np.int32),
+            twin_starts=np.searchsorted(domains.twins.source_items, np.arange(num_source + 1)),
+            twin_items=domains.twins.target_items.astype(np.int32),
+        ),
+    )
+
+
+def _by_user(graph: Graph) -> tuple[I64, I64]:
+    order = np.argsort(graph.users, kind="stable")
+    return np.searchsorted(graph.users[order], np.arange(graph.num_users + 1)), graph.items[order]
+
+
+@contextmanager
+def bars(console: Console) -> Iterator[Callable[[str, StageProgress], None]]:
+    """Show bars while the block runs.
+
+    Yields:
+        A function to call after every step, with the training's name ("" if it is the only one) and its progress.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as progress:
+        tasks: dict[tuple[str, str], TaskID] = {}
+
+        def show(name: str, step: StageProgress) -> None:
+            key = (name, step.stage)
+            if key not in tasks:
+                for old in tasks.values():
+                    progress.update(old, visible=name == "")  # of many trainings only the current stage is shown
+                tasks[key] = progress.add_task(f"{name} {step.stage}".strip(), total=step.total, figures="")
+            hit = f", best smooth HIT {step.hit:.4f}" if step.hit >= 0 else ""
+            progress.update(tasks[key], completed=step.done, figures=f"loss {step.loss:.4f}{hit}")
+
+        yield show

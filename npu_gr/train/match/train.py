@@ -33,15 +33,12 @@ from torch.nn.functional import normalize
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.matching.fold import Folding
-from npu_gr.train.baselines.tune import log_popularity
-from npu_gr.train.graph import Graph
-from npu_gr.train.judge import smooth_hit
-from npu_gr.train.match.curriculum import Negatives, share
+from npu_gr.train.baselines.linear import log_popularity
+from npu_gr.train.judge import Graph, smooth_hit
 from npu_gr.train.match.domains import MatchData
-from npu_gr.train.match.losses import dots, inter_loss, intra_loss
-from npu_gr.train.match.model import EMBEDDING_STD, Encoding, GraphEncoder, Projector
+from npu_gr.train.match.losses import Negatives, dots, inter_loss, intra_loss, share
+from npu_gr.train.match.model import EMBEDDING_STD, Encoding, GraphEncoder, Projector, katz
 from npu_gr.train.match.options import MatchOptions, TrainingStage, shared_key, stages
-from npu_gr.train.match.propagation import katz
 from npu_gr.train.steps import EarlyStopping
 
 MATRIX_LEARNING_RATE = 1e-3  # of all weights but the embedding tables

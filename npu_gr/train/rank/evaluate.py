@@ -25,12 +25,19 @@ from npu_gr.model.order import Order
 from npu_gr.train.baselines import Baseline
 from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, what_stands
 from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
-from npu_gr.train.next_item import NO_RANKS, NextItemRanks, rank_next_items
-from npu_gr.train.paired import BaselineComparison, Difference, compare, difference_of_auc
-from npu_gr.train.rank.alone import in_words
+from npu_gr.train.next_item import (
+    NO_RANKS,
+    BaselineComparison,
+    Difference,
+    NextItemRanks,
+    compare,
+    difference_of_auc,
+    rank_next_items,
+)
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
+from npu_gr.train.rank.order_choice import in_words
 from npu_gr.train.rank.validation import BATCH_TOKENS
 
 K = 10
@@ -66,7 +73,7 @@ class Evaluation:
     tasks: str  # why the ranker has these tasks
     auc_task: str  # the task that AUC is of; "" = none
     fitting: str  # in words: how long it was trained, and the order that was fitted
-    better_alone: Mapping[str, Difference]  # sources above the fitted order on the validation; see `alone.py`
+    better_alone: Mapping[str, Difference]  # sources above the fitted order on the validation; see `order_choice.py`
     left_out: tuple[str, ...]  # why other baselines are not among them
     ranker: RankingFigures
     parts: tuple[RankingFigures, ...]  # what the ranker's order is made of, each alone

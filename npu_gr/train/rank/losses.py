@@ -27,8 +27,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import Batch
 from npu_gr.train.rank.forward import CLOSED, EncodedHistories, dropout
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.tasks import Labels
+from npu_gr.train.rank.options import Labels, TrainOptions
 
 NUM_CLICK_DRAWS = 8  # items drawn at once: so many from the retrieval's own softmax, so many from all
 

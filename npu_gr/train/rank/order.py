@@ -26,8 +26,7 @@ from npu_gr.model.order import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHT
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbour_kinds import USUAL, NeighbourKind
-from npu_gr.train.rank.sparse_rows import Entries
+from npu_gr.train.rank.neighbours import USUAL, Entries, NeighbourKind
 from npu_gr.train.rank.validation import user_vectors
 
 RETRIEVAL_ALONE = dict.fromkeys(WEIGHTS, 0.0) | {"retrieval": 1.0}

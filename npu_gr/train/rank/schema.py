@@ -8,28 +8,80 @@
                or values calls positive
 
 Features that are told (`features`) are taken as they are.
+
+Factorise a log for the cross feature `mf_score`.
+
+The served factors are of all trained events. Training reads others: the users are dealt into folds, and a user's score
+comes of factors that the other folds' users made. Else the model would trust a score that knows the very values that it
+is to predict.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.computed import ALL, BY, OF_TIME, CrossFeatures, ItemValueTable, read_rule
-from npu_gr.core.feature_schema.factors import MF_SCORE
+from npu_gr.core.feature_schema.encode import encode
+from npu_gr.core.feature_schema.factors import MF_SCORE, ItemFactors
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.features.interactions import FeatureColumn, ItemValues
+from npu_gr.model.hstu import HSTU
+from npu_gr.train.baselines import MatrixFactorisation
 from npu_gr.train.data import Bools, InteractionLog
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank.factors import deviation
-from npu_gr.train.rank.logged_cross import LoggedCross
-from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.tasks import Task, positives
+from npu_gr.train.rank.inputs import FoldFactors, LoggedCross
+from npu_gr.train.rank.options import Task, TrainOptions, liking_values, positives
+
+NUM_FOLDS = 4
+
+
+def factorise(log: InteractionLog, tasks: Sequence[Task], seed: int) -> tuple[ItemFactors, FoldFactors]:
+    """Factorise the trained events: for service, and in folds for training.
+
+    Args:
+        log: its trained events count; at least one.
+        tasks: the first one of actions or values says what an action is worth.
+        seed: of the factors' start, and of the folds.
+
+    Raises:
+        ConfigError: no task says what an action is worth.
+    """
+    valued = replace(log, action_values=_worth(log, tasks), action_names=())
+    fold_of = np.random.default_rng(seed).permutation(log.num_users) % NUM_FOLDS
+    folds = [np.where(fold_of == fold, 0, log.num_trained) for fold in range(NUM_FOLDS)]
+    folds = [kept if kept.any() else log.num_trained for kept in folds]
+    served = _factors(valued, seed)
+    return served, FoldFactors(tuple(_factors(replace(valued, num_trained=kept), seed) for kept in folds), fold_of)
+
+
+def deviation(log: InteractionLog, tasks: Sequence[Task]) -> float:
+    """Compute the standard deviation of what the trained events are worth; 1 of equal ones.
+
+    Raises:
+        ConfigError: no task says what an action is worth.
+    """
+    return float(np.array(_worth(log, tasks))[log.actions[log.trained]].std()) or 1.0
+
+
+def _worth(log: InteractionLog, tasks: Sequence[Task]) -> tuple[float, ...]:
+    liking = next((task for task in tasks if not task.is_next_item), None)
+    if liking is None:
+        raise ConfigError(f"train: computed {MF_SCORE}: no task says which events are likes")
+    return liking_values(log, liking)
+
+
+def _factors(valued: InteractionLog, seed: int) -> ItemFactors:
+    found = MatrixFactorisation(valued, seed)
+    return ItemFactors(found.items.astype(np.float32), (np.array(valued.action_values) - found.mean).astype(np.float32))
+
 
 MAX_CATEGORY = 1000  # values that have a row each
 MAX_BUCKETS = 1 << 17
@@ -192,3 +244,52 @@ def _with_borders(
         numbers = columns[feature.name].ravel() if feature.name in columns else None
         found.append(feature if numbers is None else number_feature(feature, numbers[~np.isnan(numbers)]))
     return found
+
+
+def beside_schema(item_features: Sequence[ItemValues], features: Sequence[Feature]) -> list[ItemValues]:
+    """Leave out what the schema reads itself, unless something is computed by its values."""
+    told = {feature.name for feature in features if feature.of == "item"}
+    by = {feature.computed.partition(BY)[2] for feature in features}
+    return [one for one in item_features if one.name not in told - by]
+
+
+def write_item_schema(model: HSTU, log: InteractionLog, item_features: Sequence[ItemValues]) -> None:
+    """Give the model's items the values of the schema's features, by the server's code.
+
+    Raises:
+        ConfigError: the items have no such feature.
+        DataError: a value does not fit its feature.
+    """
+    schema = model.config.features_of("item")
+    if not schema:
+        return
+    found = {one.name: one for one in item_features}
+    items = log.item_ids.tolist()
+    columns: dict[str, list[Any]] = {}
+    for feature in schema:
+        if feature.name not in found:
+            there = ", ".join(sorted(found)) or "none"
+            raise ConfigError(f"train: features.{feature.name}: no item feature of this name; there are {there}")
+        read = _number if feature.kind == "number" else _names
+        columns[feature.name] = [read(found[feature.name], item) for item in items]
+    try:
+        encoded = encode(schema, columns, len(items))
+    except ValueError as error:
+        raise DataError(f"features of item: {error}") from error
+    model.item_feature_codes.copy_(torch.from_numpy(encoded.codes))
+    model.item_feature_numbers.copy_(torch.from_numpy(encoded.numbers))
+
+
+def _names(values: ItemValues, item: int) -> list[str]:
+    return [values.values[place] for place in values.of_item.get(item, ())]
+
+
+def _number(values: ItemValues, item: int) -> float | None:
+    """Return the number of an item: as the items' file had it; of a category, what its name says."""
+    if values.numbers:
+        return values.numbers.get(item)
+    names = _names(values, item)
+    try:
+        return float(names[0]) if names else None
+    except ValueError:
+        raise DataError(f"features.{values.name}: item {item} has {names[0]!r}, which is no number") from None

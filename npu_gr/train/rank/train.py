@@ -16,30 +16,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.order import Order
-from npu_gr.model.weights import Checkpoint
+from npu_gr.model.weights import Checkpoint, save
 from npu_gr.train.baselines import FittedBaselines, MatrixFactorisation, Means, fit_baselines
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
+from npu_gr.train.options import write_configuration
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
-from npu_gr.train.rank.fit import Fitted, GivesUp, fit
-from npu_gr.train.rank.held_out import HeldOutEvents, hold_out
+from npu_gr.train.rank.fit import Fitted, GivesUp, SearchedOptions, fit, search
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.options import ChosenTasks, TrainOptions, check_actions, choose_tasks, liking_values, make_labels
 from npu_gr.train.rank.order import NUM_FOLLOWERS, ListSizes
 from npu_gr.train.rank.order_choice import ChosenOrder, choose_order
 from npu_gr.train.rank.schema import choose_features
-from npu_gr.train.rank.search import SearchedOptions, search
-from npu_gr.train.rank.tasks import ChosenTasks, check_actions, choose_tasks, liking_values, make_labels
-from npu_gr.train.rank.validation import event_likelihood
+from npu_gr.train.rank.validation import HeldOutEvents, event_likelihood, hold_out
 from npu_gr.train.steps import TrainingProgress
 
 
@@ -204,3 +204,24 @@ def _in_words(searched: SearchedOptions, order: ChosenOrder | None, num_users: i
 
 def _plain(value: float | tuple[str, ...]) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else f"{value:g}"
+
+
+def publish(checkpoint: Checkpoint, names: ItemNames, folder: Path) -> str:
+    """Write the folder. The names come first, so that nobody reads a checkpoint whose items have none.
+
+    Returns:
+        The version of the checkpoint.
+
+    Raises:
+        DataError: the folder cannot be written.
+        CheckpointError: the same.
+    """
+    names.save(folder)
+    version = save(checkpoint, folder)
+    write_configuration(configuration(folder), folder)
+    return version
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """Make the configuration of an instance that ranks."""
+    return {"checkpoint": str(folder), "features": {"path": str(folder / "history.db")}}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from npu_gr.model.hstu import HSTU
-from npu_gr.train.data import NextItem, Window, batches
+from npu_gr.train.data import InteractionLog, NextItem, Window, batches
 from npu_gr.train.metrics import F64
+from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.forward import CLOSED, EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.tasks import Labels
+from npu_gr.train.rank.options import Labels, TrainOptions
 
 BATCH_TOKENS = 2048
 _TARGETS_AT_ONCE = 256
@@ -92,3 +95,26 @@ def event_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]
         losses = binary_cross_entropy_with_logits(logits, labels.served[events], reduction="none")
         found -= losses.sum(1).double().numpy()
     return found
+
+
+class HeldOutEvents(NamedTuple):
+    """A log whose validation is not trained on."""
+
+    log: InteractionLog
+    targets: Sequence[NextItem]  # the validation's next items
+
+
+def hold_out(log: InteractionLog, options: TrainOptions) -> HeldOutEvents:
+    """Keep the last trained event of each user who has another one, of a large log of some users, for the validation.
+
+    Args:
+        log: to train on.
+        options: the most users, and the seed that draws them.
+    """
+    last = log.starts[:-1] + log.num_trained - 1
+    users = np.flatnonzero(log.num_trained > 1)
+    every = [NextItem(user, event) for user, event in zip(users.tolist(), last[users].tolist(), strict=True)]
+    targets = sample_targets(every, options.validation_users, options.seed)
+    num_trained = log.num_trained.copy()
+    num_trained[[user for user, _ in targets]] -= 1
+    return HeldOutEvents(replace(log, num_trained=num_trained), targets)

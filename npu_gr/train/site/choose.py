@@ -24,9 +24,19 @@ from npu_gr.jobs.cascade_plan import best_first, by_both, in_turns
 from npu_gr.jobs.service import Service
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
-from npu_gr.train.cascade import TOP, CascadeChoice, CascadeWay, cascade_ways, choose_way
+from npu_gr.train.cascade import (
+    JUDGED_USERS,
+    MISSED,
+    TOP,
+    CascadeChoice,
+    CascadeWay,
+    NextEventCase,
+    cascade_ways,
+    choose_way,
+    hides_seen,
+    next_events,
+)
 from npu_gr.train.data import to_train_on
-from npu_gr.train.next_event import JUDGED_USERS, MISSED, NextEventCase, hides_seen, next_events
 
 AT_ONCE = 8
 BUDGET_S = 60.0

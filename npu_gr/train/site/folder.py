@@ -15,14 +15,22 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import xxhash
 
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.names import value_name
+from npu_gr.features.interactions import Interactions
+from npu_gr.train.options import curl, serve
+from npu_gr.train.site.configuration import EVALUATED_CONFIG, SERVE
 from npu_gr.train.site.report import PartReport, SiteReport
 
 STAGED = ".new"
@@ -167,3 +175,157 @@ def digest_of_files(folder: Path, pattern: str) -> str:
     except OSError as error:
         raise DataError(f"{folder}: {error}") from error
     return state.hexdigest()
+
+
+def readme(site: Path, report: SiteReport, found: Examples) -> str:
+    """Write the page.
+
+    Args:
+        site: folder, as the command that serves it will name it.
+        report: what the site was made from.
+        found: real names for the calls.
+    """
+    rows = [
+        f"| {name} | {row.name} | {row.value:.4f} | {row.baseline_value:.4f} {row.baseline} | {part.measured_on} |"
+        for name, part in report.parts.items()
+        for row in part.figures
+    ]
+    events = {"items": [found.items[-1]], "actions": [found.actions[-1]], "timestamps": [found.timestamp - 1]}
+    warnings = [text for warning in report.warnings() for text in ("", warning)]
+    words = report.words()
+    cascade = "\n\n" + "\n\n".join(words) if words else ""
+    as_of = "" if found.asked_at is None else " (`timestamp` asks as of the end of the log; without it: as of now)"
+    return f"""# A recommender of {report.num_events:,} events
+
+Made {report.made_at} from {report.num_events:,} events of {report.num_users:,} users with {report.num_items:,} items
+by
+
+```
+{report.made_by}
+```
+
+## Serve it
+
+```
+{serve(site / SERVE)}
+```
+
+In the folder in which it was made: the paths in `serve.yaml` are relative to it. What is changed in `serve.yaml` stays
+when the site is made again.
+
+## Ask it
+
+A user whom it knows, with {found.num_events} events in the history store{as_of}:
+
+```
+{curl("/v1/recommend", known_user(found))}
+```
+
+A user of whom nothing is known gets what users begin with, and what is popular:
+
+```
+{curl("/v1/recommend", recommend(COLD_USER, found.asked_at))}
+```
+
+Tell it what that user did, and ask again:
+
+```
+{curl("/v1/events", {"user_id": COLD_USER, "events": events})}
+{curl("/v1/recommend", recommend(COLD_USER, found.asked_at))}
+```
+
+A history in the request, which ends with an item that no model has seen (`{NEW_ITEM}`): the rest of the history counts,
+and the answer says how many items were unknown.
+
+```
+{curl("/v1/recommend", with_new_item(found))}
+```
+
+## How good it is
+
+| model | figure | value | strongest baseline | measured on |
+|---|---|---|---|---|
+{chr(10).join([*rows, *warnings])}{cascade}
+
+Each model was first trained without the events that it was asked for, and these figures are of that one:
+`{serve(site / EVALUATED_CONFIG)}` serves it.
+Then it was trained again on all {report.num_events:,} events, the newest included, and that one is served.
+
+## What is here
+
+| file | what |
+|---|---|
+| `ranker/` | scores candidates by the user's history (HSTU) |
+| `generator/` | finds candidates by semantic IDs |
+| `vectors/` | finds candidates by vectors |
+| `popular.txt` | the most popular items, best first |
+| `history.db` | the history store: what the users did |
+| `serve.yaml` | the configuration; each line says what it means |
+| `evaluated.yaml` | the same over the evaluated models, which lie in `evaluated` of each folder |
+| `report.json` | the figures above, and what every model was made from |
+
+The history store and the vectors hold data of users: whoever may not read the log may not read this folder.
+"""
+
+
+LEAST_EVENTS = 5
+OLD_S = 30 * 86_400  # a log that ends earlier than this is asked as of its end: no model has seen such a gap
+NEW_ITEM = "an-item-of-tomorrow"
+COLD_USER = "somebody-new"
+
+
+class Examples(NamedTuple):
+    """Real names of a dataset."""
+
+    user: str
+    num_events: int  # of that user
+    items: list[str | int]  # the newest of that user, oldest first
+    actions: list[str]
+    timestamp: int  # right after every event
+    asked_at: int | None  # the moment to ask for; None = now
+
+
+def examples(log: Interactions, names: ItemNames, num_items: int = 3) -> Examples:
+    """Choose a user with an ordinary number of events: the median of those with at least five, or of all."""
+    counts = np.bincount(log.users, minlength=len(log.user_names))
+    enough = np.flatnonzero(counts >= LEAST_EVENTS)
+    some = enough if len(enough) else np.flatnonzero(counts)
+    user = int(some[np.argsort(counts[some], kind="stable")[len(some) // 2]])
+    own = log[np.flatnonzero(log.users == user)[-num_items:]]
+    return Examples(
+        user=log.user_names[user],
+        num_events=int(counts[user]),
+        items=names.names(own.items),
+        actions=[_action(log, value) for value in own.values.tolist()],
+        timestamp=int(log.timestamps[-1]) + 60,
+        asked_at=asked_at(log),
+    )
+
+
+def asked_at(log: Interactions) -> int | None:
+    """Choose the moment to ask for: right after the log where that is long ago, or None, which is now."""
+    after = int(log.timestamps[-1]) + 60
+    return after if after < time.time() - OLD_S else None
+
+
+def recommend(user: str, timestamp: int | None = None, **more: Any) -> dict[str, Any]:
+    """The body of a recommend of five items with titles; no timestamp asks for now."""
+    when = {} if timestamp is None else {"timestamp": timestamp}
+    return {"user_id": user, "num_items": 5, "fields": ["title"], **when, **more}
+
+
+def known_user(found: Examples) -> dict[str, Any]:
+    """The body of a recommend for a user whose history is in the store."""
+    return recommend(found.user, found.asked_at)
+
+
+def with_new_item(found: Examples) -> dict[str, Any]:
+    """The body of a recommend whose history ends with an item that no model has seen."""
+    items = [*found.items, NEW_ITEM]
+    times = [found.timestamp + place - len(items) for place in range(len(items))]
+    columns = {"items": items, "actions": [*found.actions, found.actions[-1]], "timestamps": times}
+    return recommend("somebody-else", found.asked_at, history=columns)
+
+
+def _action(log: Interactions, value: float) -> str:
+    return log.action_names[int(value)] if log.action_names else value_name(value)

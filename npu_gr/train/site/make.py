@@ -9,10 +9,12 @@ What an earlier or an interrupted run made from the same dataset and the same op
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,19 +25,34 @@ from npu_gr.core.errors import DataError, NpuGrError
 from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
-from npu_gr.features.interactions import Interactions
+from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.model.hf_files import version
+from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.config import load
-from npu_gr.train.next_command import curl, serve
-from npu_gr.train.progress import training_progress
+from npu_gr.train.data import TESTED, Split
+from npu_gr.train.generate.publish import publish
+from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, train_generator
+from npu_gr.train.options import CONFIGURATION, curl, serve
+from npu_gr.train.rank.train import RankerCodes, train_rank
+from npu_gr.train.retrieve import TrainedRetriever, train_retriever
 from npu_gr.train.site.choose import OWN, choose_for_site
-from npu_gr.train.site.configuration import EVALUATED, SERVE, configuration
-from npu_gr.train.site.examples import examples, known_user
-from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files
-from npu_gr.train.site.options import PRESETS, SiteOptions, options_for
-from npu_gr.train.site.parts import PARTS, PartName, train_part
-from npu_gr.train.site.readme import readme
-from npu_gr.train.site.report import PartReport, SiteCascade, SiteReport
+from npu_gr.train.site.configuration import EVALUATED_CONFIG, PRESETS, SERVE, SiteOptions, configuration, options_for
+from npu_gr.train.site.folder import REPORT, SiteFolder, digest, digest_of_files, examples, known_user, readme
+from npu_gr.train.site.report import (
+    Figure,
+    PartReport,
+    SiteCascade,
+    SiteReport,
+    generator_figures,
+    ranker_figures,
+    ranker_words,
+    vectors_figures,
+    warning_of,
+    warning_of_ranker,
+)
 from npu_gr.train.site.side_by_side import Training, side_by_side
+from npu_gr.train.steps import TrainingProgress, training_progress
 
 NEW_SERVE = "serve.new.yaml"  # beside one that somebody has changed
 POPULAR = "popular.txt"
@@ -162,7 +179,7 @@ def _finish(
     cascade = _cascade(folder, made_by, log, options, parts, served)
     configured = configuration(site, made_by, options, cascade).encode()
     evaluated = configuration(site, made_by, options, cascade, is_evaluated=True).encode()
-    for name, text in ((SERVE, configured), (EVALUATED, evaluated)):
+    for name, text in ((SERVE, configured), (EVALUATED_CONFIG, evaluated)):
         load(folder.write(name, text))  # a configuration that cannot be read never gets into service
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
@@ -184,7 +201,7 @@ def _finish(
     folder.write(README, readme(site, report, examples(log, dataset.names)).encode())
     folder.write(REPORT, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     made = [name for name in PARTS if (folder.staged / name).exists()]
-    folder.put_in_place([*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED, README, REPORT])
+    folder.put_in_place([*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED_CONFIG, README, REPORT])
     return report
 
 
@@ -210,7 +227,9 @@ def _cascade(
         return served.cascade
     own = {name: sources[name] for name in OWN}
     usual = SiteCascade(made_from=made_from, sources=own, order="fitted")
-    path = folder.write(EVALUATED, configuration(folder.place, made_by, options, usual, is_evaluated=True).encode())
+    path = folder.write(
+        EVALUATED_CONFIG, configuration(folder.place, made_by, options, usual, is_evaluated=True).encode()
+    )
     made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
     lies = {name: made.get(name, folder.place / name) / "evaluated" for name in PARTS}
     overrides = [
@@ -249,3 +268,120 @@ def _popular(dataset: Dataset, num_popular: int) -> str:
     best = items[np.argsort(-counts, kind="stable")][:num_popular]
     names = [str(name) for name in dataset.names.names(best)]
     return "".join(f"{name}\n" for name in names if name.strip().splitlines() == [name])  # else it is no line
+
+
+EVALUATED = "evaluated"  # in a model's folder: the model that was evaluated
+PartName = Literal["ranker", "generator", "vectors"]
+Show = Callable[[TrainingProgress], None]
+
+
+class _Trained(NamedTuple):
+    version: str
+    measured_on: str
+    figures: tuple[Figure, ...]
+    warning: str
+    words: tuple[str, ...] = ()
+
+
+class Part(NamedTuple):
+    """One model of a site."""
+
+    options: Callable[[SiteOptions], object]  # those that decide it
+    train: Callable[[Dataset, SiteOptions, Path, Show], _Trained]  # into a folder
+
+
+def train_part(
+    name: PartName, data: Path, options: SiteOptions, folder: Path, made_from: str, show: Show
+) -> PartReport:
+    """Train one model of a site.
+
+    Args:
+        name: of the model.
+        data: folder of the dataset.
+        options: of the site.
+        folder: to write into.
+        made_from: digest of what decides the result.
+        show: called with the progress.
+
+    Raises:
+        DataError, ConfigError: as the model's training.
+    """
+    began_at = time.perf_counter()
+    dataset = read_dataset(data)
+    dataset.names.save(folder)  # first, because a version is one of the whole folder
+    trained = PARTS[name].train(dataset, options, folder, show)
+    return PartReport(
+        made_from=made_from,
+        version=trained.version,
+        measured_on=trained.measured_on,
+        num_events=len(dataset.interactions()),
+        took_s=time.perf_counter() - began_at,
+        figures=trained.figures,
+        words=trained.words,
+        warning=trained.warning,
+    )
+
+
+def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    def keep(checkpoint: Checkpoint) -> None:
+        dataset.names.save(folder / EVALUATED)
+        save(checkpoint, folder / EVALUATED)
+
+    interactions, features = dataset.interactions(), dataset.item_features()
+    # Features say more of a new item than codes that come of neighbours, which it has not: see docs/measured.md.
+    codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
+    checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
+    what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
+    measured_on = _stands(found.split, found.num_trained, what)
+    made = save(checkpoint, folder)
+    return _Trained(made, measured_on, ranker_figures(found), warning_of_ranker(found), ranker_words(found))
+
+
+def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    features = dataset.item_features()
+
+    def keep(trained: TrainedGenerator) -> None:
+        dataset.names.save(folder / EVALUATED)
+        _publish(trained, features, options, folder / EVALUATED)
+
+    trained = train_generator(dataset.interactions(), features, options.generate, None, show, keep)
+    _publish(trained, features, options, folder)
+    report = trained.report
+    what = f"of {report.generator.num_users:,} users"
+    measured_on = _stands(SPLIT, report.num_trained, what)
+    return _Trained(version(folder), measured_on, generator_figures(report), warning_of(report.comparison()))
+
+
+def _vectors(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+    def keep(trained: TrainedRetriever) -> None:
+        dataset.names.save(folder / EVALUATED)
+        save_vectors(trained.vectors, folder / EVALUATED)
+
+    trained = train_retriever(dataset.interactions(), options.retrieve, show, evaluated=keep)
+    report = trained.report
+    measured_on = _stands(SPLIT, report.num_trained, f"of {report.vectors.num_users:,} users")
+    made = save_vectors(trained.vectors, folder)
+    return _Trained(made, measured_on, vectors_figures(report), warning_of(report.comparison()))
+
+
+def _publish(trained: TrainedGenerator, features: Sequence[ItemValues], options: SiteOptions, folder: Path) -> None:
+    publish(trained, features, options.generate, folder)
+    (folder / CONFIGURATION).unlink()  # the site has one that serves all models
+
+
+def _of_codes(options: SiteOptions) -> object:
+    """Take what decides the semantic IDs, which the ranker reads too."""
+    generate = options.generate
+    return generate.seed, generate.code_count, generate.vector_dim
+
+
+def _stands(split: Split, num_trained: int, what: str) -> str:
+    return f"{TESTED[split]}, {what}; trained on {num_trained:,} older events"
+
+
+PARTS: dict[PartName, Part] = {
+    "generator": Part(lambda options: options.generate, _generator),
+    "ranker": Part(lambda options: (options.rank, _of_codes(options)), _ranker),
+    "vectors": Part(lambda options: options.retrieve, _vectors),
+}
+"""The longest training first."""

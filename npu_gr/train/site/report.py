@@ -11,10 +11,10 @@ from rich.table import Table
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.train.baselines import Markov
 from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
-from npu_gr.train.paired import BaselineComparison
-from npu_gr.train.rank.alone import in_words
+from npu_gr.train.next_item import BaselineComparison
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
-from npu_gr.train.retrieve.train import RetrieveReport
+from npu_gr.train.rank.order_choice import in_words
+from npu_gr.train.retrieve import RetrieveReport
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
 _ALL_ITEMS = {"hr_at_10": "HR@10", "ndcg_at_10": "NDCG@10"}

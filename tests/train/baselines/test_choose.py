@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from npu_gr.train.baselines import DecayedTransitions, choose, fit_baselines
-from npu_gr.train.baselines.tune import Candidate, tune
+from npu_gr.train.baselines.linear import Candidate, tune
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.generate.retrieval import baseline_figures
-from npu_gr.train.graph import unique_edges
-from npu_gr.train.judge import HeldOut, Judge
+from npu_gr.train.judge import HeldOut, Judge, unique_edges
 from tests.train.synthetic import planted
 
 NAMES = ["popularity", "Markov counts", "decayed transitions", "ItemKNN", "EASE", "PureSVD"]

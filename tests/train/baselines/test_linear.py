@@ -9,7 +9,7 @@ import torch
 from npu_gr.core.errors import DataError
 from npu_gr.train.baselines import linear
 from npu_gr.train.baselines.linear import EASE, ItemKNN, PureSVD, spectrum
-from npu_gr.train.graph import Graph, unique_edges
+from npu_gr.train.judge import Graph, unique_edges
 
 
 def make_graph(num_users: int, num_items: int, seed: int = 0) -> Graph:

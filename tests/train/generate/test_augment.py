@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.train.data import InteractionLog, build_log, windows
-from npu_gr.train.generate.augment import Augmentation
+from npu_gr.train.generate.train import Augmentation
 from tests.train.synthetic import planted
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from npu_gr.model import hf
-from npu_gr.train.generate.causal import encode, next_logits, start
+from npu_gr.train.generate.nodes import encode, next_logits, start
 from tests.decoders import VARIANTS, hf_logits, saved
 from tests.models import CPU
 

@@ -22,9 +22,8 @@ from npu_gr.model.decoder import Decoder
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.data import Window, batches, build_log
-from npu_gr.train.generate.causal import encode, next_logits
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
-from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, nodes_of
+from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, encode, next_logits, nodes_of
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
 from npu_gr.train.generate.retrieval import GeneratorJudge
 from npu_gr.train.generate.train import COMPANY_WINDOW, TrainedGenerator, _new_model, train_generator

@@ -22,7 +22,7 @@ from npu_gr.features.interactions import ItemValues
 from npu_gr.model import hf
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
-from npu_gr.train.generate.causal import encode, next_logits
+from npu_gr.train.generate.nodes import encode, next_logits
 from npu_gr.train.generate.publish import FILES, GIVEN_CODES, how_to_serve, prepare, publish
 from npu_gr.train.generate.train import TrainedGenerator, train_generator
 from tests.decoders import hf_logits

@@ -20,8 +20,8 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Markov, Popularity
 from npu_gr.train.data import NextItem, Window, batches, build_log
-from npu_gr.train.generate.causal import encode, next_logits
 from npu_gr.train.generate.codes import item_vectors
+from npu_gr.train.generate.nodes import encode, next_logits
 from npu_gr.train.generate.retrieval import GeneratorJudge, RetrievalFigures, baseline_figures
 from npu_gr.train.generate.train import (
     COMPANY_WINDOW,

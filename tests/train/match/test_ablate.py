@@ -12,11 +12,10 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
 from npu_gr.matching.vectors import load
-from npu_gr.train.match.ablate import Plan, ablate, read_runs
+from npu_gr.train.match.ablate import WAYS, Plan, ablate, read_runs
 from npu_gr.train.match.arms import ARMS, EXPORT, POPULARITY
-from npu_gr.train.match.cold import WAYS
-from npu_gr.train.match.report import best_baseline, compare, markdown, plot
-from npu_gr.train.paired import difference
+from npu_gr.train.match.command import best_baseline, compare, markdown, plot
+from npu_gr.train.next_item import difference
 from tests.train.match.synthetic import domains, quick, write
 
 SHORT = quick(source_steps=4, target_steps=4, inter_steps=4, evaluate_every=4)

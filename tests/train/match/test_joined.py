@@ -14,13 +14,11 @@ from npu_gr.core.request import Basis
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
 from npu_gr.train.baselines.linear import PureSVD
-from npu_gr.train.graph import unique_edges
-from npu_gr.train.judge import HeldOut, smooth_hit
-from npu_gr.train.match import joined
-from npu_gr.train.match.candidates import BASELINES, FittedLinear, fit_joint_svd
+from npu_gr.train.judge import HeldOut, smooth_hit, unique_edges
+from npu_gr.train.match import arms
+from npu_gr.train.match.arms import BASELINES, FittedLinear, JoinedVectors, fit_joint_svd, join
+from npu_gr.train.match.checkpoint import export
 from npu_gr.train.match.domains import Domains, MatchData, split
-from npu_gr.train.match.export import export
-from npu_gr.train.match.joined import JoinedVectors, join
 from npu_gr.train.match.train import TrainedVectors, Trainer, log_odds
 from tests.train.match.synthetic import domains, quick
 
@@ -35,8 +33,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def with_all_parts(made: Made, monkeypatch: pytest.MonkeyPatch) -> JoinedVectors:
-    monkeypatch.setattr(joined, "ENCODER_WEIGHTS", (0.5,))
-    monkeypatch.setattr(joined, "POPULARITY_WEIGHTS", (0.2,))
+    monkeypatch.setattr(arms, "ENCODER_WEIGHTS", (0.5,))
+    monkeypatch.setattr(arms, "POPULARITY_WEIGHTS", (0.2,))
     return join(*made[1:])
 
 
@@ -56,8 +54,8 @@ def test_it_is_the_weighted_sum_of_its_parts(made: Made, monkeypatch: pytest.Mon
 
 
 def test_a_part_that_does_not_help_is_left_out(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "ENCODER_WEIGHTS", (0.0,))
-    monkeypatch.setattr(joined, "POPULARITY_WEIGHTS", (0.0,))
+    monkeypatch.setattr(arms, "ENCODER_WEIGHTS", (0.0,))
+    monkeypatch.setattr(arms, "POPULARITY_WEIGHTS", (0.0,))
     found = join(*made[1:])
     assert found.items.shape[1] == made[2].served.model.num_values
     assert found.folding.encoder is None
@@ -81,7 +79,7 @@ def test_folding_is_the_trainings_formula(made: Made, monkeypatch: pytest.Monkey
 
 def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     both, data, _, _ = made
-    monkeypatch.setattr(joined, "ENCODER_WEIGHTS", (0.5,))
+    monkeypatch.setattr(arms, "ENCODER_WEIGHTS", (0.5,))
     cold = data.target.users[0]  # loses every target edge
     kept = data.target.users != cold
     target = type(data.target)(data.target.users[kept], data.target.items[kept], 160, data.target.num_items)

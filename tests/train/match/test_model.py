@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.train.graph import Graph
+from npu_gr.train.judge import Graph
 from npu_gr.train.match.model import GraphEncoder
 
 DIM, NUM_ITEMS = 8, 30

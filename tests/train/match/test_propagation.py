@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.train.graph import Graph
+from npu_gr.train.judge import Graph
 from npu_gr.train.match.losses import dots
-from npu_gr.train.match.propagation import katz, propagation
+from npu_gr.train.match.model import katz, propagation
 
 
 def random_graph(seed: int, num_users: int = 9, num_items: int = 7) -> Graph:

@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_gr.train.graph import Graph, unique_edges
-from npu_gr.train.judge import HeldOut
-from npu_gr.train.match import twins
-from npu_gr.train.match.domains import read_domains, split
-from npu_gr.train.match.twins import are_twins, find_twins, owned_twins
+from npu_gr.train.judge import Graph, HeldOut, unique_edges
+from npu_gr.train.match import domains
+from npu_gr.train.match.domains import are_twins, find_twins, owned_twins, read_domains, split
 
 
 def random_graph(num_items: int, seed: int) -> Graph:
@@ -21,7 +19,7 @@ def random_graph(num_items: int, seed: int) -> Graph:
 
 @pytest.mark.parametrize("block", [1, 40, 10**6])
 def test_pairs_are_the_definition(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twins, "BLOCK_PAIRS", block)
+    monkeypatch.setattr(domains, "BLOCK_PAIRS", block)
     source, target = random_graph(11, 0), random_graph(9, 1)
     users = [
         {item: set(graph.users[graph.items == item].tolist()) for item in range(graph.num_items)}

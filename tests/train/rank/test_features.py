@@ -25,14 +25,11 @@ from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.evaluate import judged_logits
-from npu_gr.train.rank.factors import factorise
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories
-from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.logged_cross import LoggedCross
-from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.schema import choose_features, number_feature
-from npu_gr.train.rank.tasks import CLICK, LIKE
+from npu_gr.train.rank.inputs import LoggedCross, LogInputs
+from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions
+from npu_gr.train.rank.schema import choose_features, factorise, number_feature
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.rank.validation import user_vectors
 from tests.models import CPU

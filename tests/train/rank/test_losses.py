@@ -17,8 +17,7 @@ from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import Retrieved, batch_loss, draw_candidates, retrieve
-from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.tasks import CLICK, LIKE, make_labels
+from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions, make_labels
 from tests.train.synthetic import NUM_ITEMS, planted
 
 OPTIONS = TrainOptions(dim=16, qk_dim=8, v_dim=8, head_dim=16, dropout=0.0, vector_dropout=0.0, click_ratio=0.3)

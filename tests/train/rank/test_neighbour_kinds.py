@@ -14,19 +14,19 @@ from npu_gr.train.baselines.choose import graph_of
 from npu_gr.train.baselines.linear import EASE
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank import linear_neighbours, neighbour_choice
-from npu_gr.train.rank import neighbour_kinds as module
-from npu_gr.train.rank.linear_neighbours import MANY_ITEMS
-from npu_gr.train.rank.neighbour_choice import choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
-from npu_gr.train.rank.neighbour_kinds import (
+from npu_gr.train.rank import neighbours as module
+from npu_gr.train.rank import order_choice
+from npu_gr.train.rank.neighbours import (
     KINDS,
+    MANY_ITEMS,
     USUAL,
     NeighbourKind,
     count_kinds,
+    count_neighbours,
     ease_neighbours,
 )
-from npu_gr.train.rank.neighbours import count_neighbours
 from npu_gr.train.rank.order import ItemList, count_transitions, fit_order
+from npu_gr.train.rank.order_choice import choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
 from tests.train.synthetic import NUM_ITEMS, planted
 
 EVERY = np.arange(NUM_ITEMS)
@@ -67,8 +67,8 @@ def test_linear_ones_score_as_ease_does(log: InteractionLog) -> None:
 def test_the_strongest_linear_weights_are_kept_of_either_sign(
     log: InteractionLog, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(linear_neighbours, "MANY_NEIGHBOURS", 3)
-    monkeypatch.setattr(linear_neighbours, "BLOCK_ROWS", block)
+    monkeypatch.setattr(module, "MANY_NEIGHBOURS", 3)
+    monkeypatch.setattr(module, "BLOCK_ROWS", block)
     found = NeighbourKind(MANY_ITEMS, 2.0, is_summed=True, is_linear=True).counted(log)
     weights = EASE(graph_of(log), NUM_ITEMS, 2.0).weights(0, NUM_ITEMS).numpy()
     for item in EVERY:
@@ -163,7 +163,7 @@ def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
 
 def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each half of the users is told its next item by another term: what one has learnt helps the other nothing."""
-    monkeypatch.setattr(neighbour_choice, "FOLDS", 2)
+    monkeypatch.setattr(order_choice, "FOLDS", 2)
     log = build_log(planted(num_users=60, num_events=30), [], "leave-one-out")
     targets = log.next_items()
     lists = []
@@ -200,8 +200,8 @@ def test_a_kind_is_chosen_by_what_is_shown_and_else_by_the_likelihood(
         assert order.neighbours is not None
         return np.array(gaps) * (order.neighbours.last_items == MANY_ITEMS)
 
-    monkeypatch.setattr(neighbour_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
-    monkeypatch.setattr(neighbour_choice, "list_likelihood", lambda order, *_: figures(likely, order))
+    monkeypatch.setattr(order_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
+    monkeypatch.setattr(order_choice, "list_likelihood", lambda order, *_: figures(likely, order))
     found = choose_kind(counted, log, lists_of(log, targets), targets)
     assert found.kind == (NeighbourKind(MANY_ITEMS) if is_chosen else NeighbourKind(LAST_ITEMS))
 
@@ -220,8 +220,8 @@ def test_a_kind_that_reads_more_has_to_show_better_lists(
         assert order.neighbours is not None
         return np.array(gaps) * order.neighbours.is_linear
 
-    monkeypatch.setattr(neighbour_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
-    monkeypatch.setattr(neighbour_choice, "list_likelihood", lambda order, *_: figures([0.3, 0.3, 0.4, 0.3], order))
+    monkeypatch.setattr(order_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
+    monkeypatch.setattr(order_choice, "list_likelihood", lambda order, *_: figures([0.3, 0.3, 0.4, 0.3], order))
     found = choose_kind(orders(log, usual, linear), log, lists_of(log, targets), targets)
     assert found.kind == (linear if is_chosen else usual)
 

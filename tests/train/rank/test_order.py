@@ -16,7 +16,7 @@ from npu_gr.train.metrics import F64
 from npu_gr.train.rank import order as module
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions
 from npu_gr.train.rank.order import (
     RETRIEVAL_ALONE,
     ItemList,
@@ -26,7 +26,6 @@ from npu_gr.train.rank.order import (
     fit_order,
     retrieved_lists,
 )
-from npu_gr.train.rank.tasks import CLICK, LIKE
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
 

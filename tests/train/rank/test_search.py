@@ -13,11 +13,9 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import NextItem, build_log
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank.fit import Fitted, GivesUp, new_model
+from npu_gr.train.rank.fit import BEHIND, Fitted, GivesUp, changes, new_model, search
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.search import BEHIND, changes, search
-from npu_gr.train.rank.tasks import CLICK, LIKE, make_labels
+from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions, make_labels
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.rank.validation import event_likelihood, next_item_likelihood
 from tests.train.rank.test_order import answer

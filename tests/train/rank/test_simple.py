@@ -14,15 +14,15 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.model.order import WEIGHTS, Order, OrderSum, load_order, save_order
 from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.baselines.choose import LinearBaseline
-from npu_gr.train.baselines.tune import EXPONENTS
-from npu_gr.train.baselines.tune import WEIGHTS as POPULARITY_WEIGHTS
+from npu_gr.train.baselines.linear import EXPONENTS
+from npu_gr.train.baselines.linear import WEIGHTS as POPULARITY_WEIGHTS
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64, ndcg_of_each
 from npu_gr.train.next_item import rank_next_items
-from npu_gr.train.rank import linear_neighbours
-from npu_gr.train.rank import simple as module
+from npu_gr.train.rank import neighbours
+from npu_gr.train.rank import order_choice as module
 from npu_gr.train.rank.order import ItemList, count_transitions
-from npu_gr.train.rank.simple import SimpleOrder, as_order, beside_simple
+from npu_gr.train.rank.order_choice import SimpleOrder, as_order, beside_simple
 from tests.train.synthetic import NUM_ITEMS, planted
 
 EVERY = np.arange(NUM_ITEMS)
@@ -109,9 +109,9 @@ def test_the_highest_weights_are_kept(
     log: InteractionLog, knn: LinearBaseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = as_order(knn, log, "click", 0.0).neighbours
-    monkeypatch.setattr(linear_neighbours, "MAX_NEIGHBOURS", 2)
-    monkeypatch.setattr(linear_neighbours, "MAX_KEPT", 3 * NUM_ITEMS)
-    monkeypatch.setattr(linear_neighbours, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(neighbours, "MAX_NEIGHBOURS", 2)
+    monkeypatch.setattr(neighbours, "MAX_KEPT", 3 * NUM_ITEMS)
+    monkeypatch.setattr(neighbours, "BLOCK_ROWS", 7)
     kept = as_order(knn, log, "click", 0.0).neighbours
     assert whole is not None
     assert kept is not None

@@ -12,7 +12,7 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import override
 from npu_gr.features.interactions import Interactions
 from npu_gr.train.data import build_log
-from npu_gr.train.rank.tasks import CLICK, LIKE, Task, choose_tasks, make_labels
+from npu_gr.train.rank.options import CLICK, LIKE, Task, choose_tasks, make_labels
 from npu_gr.train.rank.train import train_rank
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import planted

@@ -21,14 +21,13 @@ from npu_gr.model.hstu_segments import Segment
 from npu_gr.model.order import Order
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
-from npu_gr.train.paired import Difference
+from npu_gr.train.next_item import Difference
 from npu_gr.train.rank import order_choice as module
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbour_kinds import KINDS
-from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.neighbours import KINDS
+from npu_gr.train.rank.options import Task, TrainOptions
 from npu_gr.train.rank.order import ItemList, count_transitions
-from npu_gr.train.rank.tasks import Task
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.site.report import warning_of_ranker
 from npu_gr.train.steps import TrainingProgress

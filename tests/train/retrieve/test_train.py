@@ -21,8 +21,7 @@ from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
 from npu_gr.train.data import build_log
 from npu_gr.train.next_item import rank_next_items
-from npu_gr.train.retrieve.train import RetrieveOptions, TrainedRetriever, train_retriever
-from npu_gr.train.retrieve.transitions import factorise, transitions
+from npu_gr.train.retrieve import RetrieveOptions, TrainedRetriever, factorise, train_retriever, transitions
 from npu_gr.train.steps import TrainingProgress
 from tests.train.synthetic import NUM_ITEMS, planted
 

@@ -19,10 +19,9 @@ from npu_gr.features.interactions import Interactions
 from npu_gr.model.weights import save
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
-from npu_gr.train.cascade import TOP, CascadeChoice, CascadeWay, choose_way
+from npu_gr.train.cascade import MISSED, TOP, CascadeChoice, CascadeWay, NextEventCase, choose_way, next_events
 from npu_gr.train.data import to_train_on
 from npu_gr.train.metrics import F64
-from npu_gr.train.next_event import MISSED, NextEventCase, next_events
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.site import choose
 from tests.train.rank.test_train import TINY
