@@ -33,9 +33,9 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
 from npu_gr.server.codec import bulk
+from npu_gr.server.codec.media import JSON, MSGPACK, decode, skim
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import JSON, MSGPACK, decode, skim
 
 OPTIONS = (BACKEND, THREADS, SEED, timed_for(3.0))
 TOKENS, CANDIDATES = 1024, 500

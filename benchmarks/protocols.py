@@ -24,7 +24,7 @@ from benchmarks.frame import SEED, SHIPPED_CONFIG, Line, compared, timed, timed_
 from benchmarks.servers import Server, Traffic, free_port, instance, make_checkpoint, running
 from benchmarks.wire import inference_message, raw_infer
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.server.http import MSGPACK
+from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.routes import HEADER_LENGTH
 from npu_gr.server.rpc.inference import INFERENCE, message

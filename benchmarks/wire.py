@@ -24,9 +24,9 @@ from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.kinds import RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import RankRequest
+from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import JSON, MSGPACK, decode
 from npu_gr.server.oip.models import MODELS, InferRequest, pack
 from npu_gr.server.oip.routes import read as read_infer
 from npu_gr.server.rpc.inference import INFERENCE, inputs_of, message

@@ -51,10 +51,10 @@ from npu_gr.server.codec.fields import MOST_ITEMS, ItemOut, RankFeatures, Reques
 from npu_gr.server.codec.generate import GenerateBody, GenerateOut
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserWritten
 from npu_gr.server.codec.match import MatchBody, MatchOut
+from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.codec.rank import RankBody
 from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
 from npu_gr.server.codec.signal import SignalBody, SignalOut
-from npu_gr.server.http import JSON, MSGPACK
 
 API_KEY = "NPU_GR_API_KEY"
 MAX_USERS_BYTES = INGEST_BYTES - 1_024  # of an ingest, beside its tenant and mode

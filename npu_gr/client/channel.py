@@ -46,7 +46,8 @@ from npu_gr.core.errors import (
 )
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, following
 from npu_gr.core.words import cut
-from npu_gr.server.http import JSON, REQUEST_ID, RETRY_AFTER_MS, TIMEOUT_MS
+from npu_gr.server.codec.media import JSON
+from npu_gr.server.http import REQUEST_ID, RETRY_AFTER_MS, TIMEOUT_MS
 
 MAX_ANSWER_BYTES = 67_108_864  # longer ones are no service's of ours
 BACK_OFF_S = 0.05  # the first wait is at most this long

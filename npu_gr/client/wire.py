@@ -31,9 +31,9 @@ from npu_gr.server.codec.fields import RankFeatures, RequestFeatures, SignalFeat
 from npu_gr.server.codec.generate import GenerateOut
 from npu_gr.server.codec.ingest import UserEvents
 from npu_gr.server.codec.match import MatchOut
+from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.codec.rank import RankOut
 from npu_gr.server.codec.recommend import RecommendOut
-from npu_gr.server.http import JSON, MSGPACK
 
 Name = str | int
 Names = Sequence[Name] | npt.NDArray[Any]

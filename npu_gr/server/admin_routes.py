@@ -20,9 +20,10 @@ from npu_gr.server.codec.admin import (
     render_vectors,
 )
 from npu_gr.server.codec.fields import MOST_ITEMS, ItemOut, UserBody
+from npu_gr.server.codec.media import JSON, decode
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug.routes import DebugRoutes
-from npu_gr.server.http import JSON, decode, json_response, struct_response
+from npu_gr.server.http import json_response, struct_response
 from npu_gr.server.openapi import document
 from npu_gr.server.reading import Reader
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready

@@ -12,8 +12,8 @@ from aiohttp import web
 from npu_gr.core.errors import DeadlineExceeded
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec import bulk
+from npu_gr.server.codec.media import decode, skim
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import decode, skim
 
 B = TypeVar("B")
 T = TypeVar("T")

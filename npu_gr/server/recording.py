@@ -18,7 +18,8 @@ from npu_gr.jobs.base import AdmissionControl, HeldPermit
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec.fields import Shown
-from npu_gr.server.http import decode, json_response
+from npu_gr.server.codec.media import decode
+from npu_gr.server.http import json_response
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
 
 

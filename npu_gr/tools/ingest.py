@@ -28,8 +28,9 @@ from npu_gr.features.load import WritesMany
 from npu_gr.features.open import open_store
 from npu_gr.server.codec.fields import History
 from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestBody, IngestOut, UserEvents, UserWritten
+from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import JSON, MSGPACK, RETRY_AFTER_MS
+from npu_gr.server.http import RETRY_AFTER_MS
 from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)

@@ -267,9 +267,9 @@ def _fuzz(url: str) -> int:
 
 def test_raw_columns_are_read_in_place() -> None:
     """16 k events of raw msgpack: the arrays are views of the body, one check each, no object an element."""
+    from npu_gr.server.codec.media import MSGPACK, decode
     from npu_gr.server.codec.rank import RankBody, parse
     from npu_gr.server.config import ServerConfig
-    from npu_gr.server.http import MSGPACK, decode
     from tests.server.fake import FakeNames
 
     n = 16_384

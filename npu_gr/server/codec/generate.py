@@ -26,8 +26,8 @@ from npu_gr.server.codec.fields import (
     render_history,
     render_items,
 )
+from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import MSGPACK
 
 
 class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -30,8 +30,8 @@ from npu_gr.server.codec.fields import (
     render_scores,
     shown_at,
 )
+from npu_gr.server.codec.media import MSGPACK
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import MSGPACK
 
 
 class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,8 +36,8 @@ from npu_gr.core.words import cut, near, quoted
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.bulk import LOOSE_BYTES, count_elements, parts
 from npu_gr.server.codec.fields import MOST_NAMES, Codec, Shown
+from npu_gr.server.codec.media import MSGPACK, convert
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import MSGPACK, convert
 
 Parameter = bool | int | float | str
 TIMEOUT = "timeout"  # parameter of a request: microseconds that the caller waits, as Triton's clients send them

@@ -24,8 +24,9 @@ from npu_gr.metrics.registry.requests import AdmissionResult
 from npu_gr.server.auth.keys import KeyRing
 from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.codec.fields import Shown
+from npu_gr.server.codec.media import JSON, decode, encode
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import BUDGET_HEADERS, JSON, decode, encode, json_response
+from npu_gr.server.http import BUDGET_HEADERS, json_response
 from npu_gr.server.kind_routes import add_headers, ask, parse_body, until
 from npu_gr.server.middleware import ARRIVED_AT, ID, KEY, OCTETS, USER
 from npu_gr.server.oip.models import (

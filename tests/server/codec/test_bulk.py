@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from npu_gr.core.errors import NpuGrError, TooLarge, Unprocessable
 from npu_gr.server.codec import CODECS, bulk
 from npu_gr.server.codec.admin import CHANGE_BYTES, CatalogueItemsBody
+from npu_gr.server.codec.media import JSON, MSGPACK, decode, skim
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import JSON, MSGPACK, decode, skim
 from tests.server.fake import FakeNames
 
 CONFIG = ServerConfig()

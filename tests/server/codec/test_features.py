@@ -9,9 +9,9 @@ import pytest
 
 from npu_gr.core.errors import TooLarge
 from npu_gr.server.codec import bulk
+from npu_gr.server.codec.media import JSON, MSGPACK, skim
 from npu_gr.server.codec.rank import RankBody
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import JSON, MSGPACK, skim
 
 MOST = ServerConfig().max_feature_values
 

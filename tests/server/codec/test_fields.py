@@ -15,7 +15,7 @@ from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.admin import CatalogueItemsBody
 from npu_gr.server.codec.events import PRINTABLE
 from npu_gr.server.codec.fields import History, parse_events
-from npu_gr.server.http import JSON, decode
+from npu_gr.server.codec.media import JSON, decode
 from tests.server.fake import FakeNames
 
 INGEST: Any = CODECS["ingest"].body

@@ -10,8 +10,8 @@ import pytest
 
 from npu_gr.core.kinds import KINDS, Scored
 from npu_gr.server.codec.fields import Shown
+from npu_gr.server.codec.media import JSON, decode
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import JSON, decode
 from npu_gr.server.oip.models import BYTES, DTYPES, MODELS, Model
 from npu_gr.server.oip.routes import read
 from tests.server.examples import EXAMPLES, HISTORY
