@@ -194,7 +194,8 @@ def _frontend(config: RouterConfig, material: Material) -> str:
   acl named var(txn.user) -m len gt 0
   http-request return status 400 content-type application/problem+json string '{_problem(f"{user}: missing")}' \
 if by_user !named !normal
-  # who asks again at once while the queue is full is answered after a moment, and costs an instance nothing
+  # Who asks again at once while the queue is full is answered after a moment, and costs an instance nothing. The queue
+  # of an instance holds twice as many, because HAProxy itself answers at once where that is full.
   http-request tarpit deny_status 429 if by_user !normal {{ queue(users) gt {_most_queued(config, material)} }}
 {priorities}
 {_overloaded("users")}
@@ -250,7 +251,7 @@ def _users(config: RouterConfig, material: Material) -> str:
 {late}
 {_check(config, material)}
   default-server slowstart {_ms(health.return_s)} observe layer7 error-limit {health.failures} on-error mark-down \
-maxconn {limits.instance_inflight} maxqueue {limits.instance_queue}
+maxconn {limits.instance_inflight} maxqueue {2 * limits.instance_queue}
 {_told()}
 {servers}
 """

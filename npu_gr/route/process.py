@@ -386,12 +386,14 @@ async def run(path: Path, overrides: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: the router cannot start, or HAProxy has ended.
     """
-    async with routing(lambda: load(path, overrides)) as (route, proxy):
-        config = route.config
-        log.info("listening on %s:%d, admin on %s:%d", config.host, config.port, config.admin_host, config.admin_port)
-        now = asyncio.Event()
+    now = asyncio.Event()
+    with stop_signals() as signals:  # before HAProxy answers: whoever sees it answer may stop it
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, now.set)
-        with stop_signals() as signals:
+        async with routing(lambda: load(path, overrides)) as (route, proxy):
+            config = route.config
+            log.info(
+                "listening on %s:%d, admin on %s:%d", config.host, config.port, config.admin_host, config.admin_port
+            )
             async with running(_keep_looking(route, now)):
                 stopped = asyncio.ensure_future(signals.get())
                 ended = asyncio.ensure_future(proxy.ended())

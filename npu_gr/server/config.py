@@ -24,7 +24,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     grpc_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
     # HAProxy's agent-check at `host`: how many requests the instance takes at once; 0 = any free one, None = no agent
     agent_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
-    backlog: Count = 4096  # connections that the kernel accepts before the event loop does
+    backlog: Count = 128  # connections that the kernel accepts before the event loop does; given-up ones cost as much
     max_receiving_bytes: Bytes = 268_435_456  # of bodies that have arrived and are not answered
     max_body_bytes: SomeBytes = 4_194_304  # twice what the longest lists take; a larger one stops the event loop longer
     body_timeout_s: Seconds = 10.0  # for the body; the request's own time budget holds too

@@ -42,7 +42,7 @@ async def written(folder: Path, **table: Any) -> str:
 @pytest.mark.parametrize(
     ("table", "lines"),
     [
-        ({}, ["hash-type consistent", "nbthread 1", "timeout queue 35ms", "maxconn 64 maxqueue 64"]),
+        ({}, ["hash-type consistent", "nbthread 1", "timeout queue 35ms", "maxconn 64 maxqueue 128"]),
         ({"threads": 2}, ["nbthread 2"]),
         ({"objective_s": 0.1}, ["timeout queue 70ms", "set-timeout server 500ms if { path /v1/rank"]),
         ({"user_header": "x-uid"}, ["req.hdr(x-uid),url_dec"]),
@@ -55,7 +55,7 @@ async def written(folder: Path, **table: Any) -> str:
         ({"health": {"timeout_s": 0.3, "failures": 9, "return_s": 2.0}}, ["timeout check 300ms", "slowstart 2000ms"]),
         ({"health": {"failures": 9}}, ["observe layer7 error-limit 9 on-error mark-down"]),
         ({"limits": {"max_connections": 77}}, ["  maxconn 77\n"]),
-        ({"limits": {"instance_inflight": 5, "instance_queue": 6}}, ["maxconn 5 maxqueue 6", "queue(users) gt 18"]),
+        ({"limits": {"instance_inflight": 5, "instance_queue": 6}}, ["maxconn 5 maxqueue 12", "queue(users) gt 18"]),
         ({"limits": {"max_body_bytes": 1234}}, ["req.hdr_val(content-length) gt 1234"]),
         ({"limits": {"buffer_bytes": 32768}}, ["tune.bufsize 32768"]),
         ({"relay": {"t_life_s": 3.0, "max_remembered": 10}}, ["size 10 expire 3000ms"]),
