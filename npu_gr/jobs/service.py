@@ -27,9 +27,9 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
+from npu_gr.core.lifetime import deadline
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.settings import LiveConfig, to_table
-from npu_gr.core.tasks import deadline
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.jobs.base import AdmissionControl, Call, HeldPermit, KindJob
