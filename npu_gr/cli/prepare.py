@@ -52,6 +52,7 @@ def _columns(_context: click.Context, _option: click.Parameter, names: str | Non
     type=click.FloatRange(0, 1),
     help="Most rows that may be unusable.",
 )
+@click.option("--memory", type=click.IntRange(min=100), metavar="MB", help="For DuckDB; else 100 to 512 by LOG's size.")
 def prepare(
     log: Path,
     out: Path,
@@ -78,6 +79,7 @@ def prepare(
     buckets: int,
     keep_duplicates: bool,
     max_rejected: float,
+    memory: int | None,
 ) -> None:
     """Make a dataset of a LOG of events, for `train all` and `load`.
 
@@ -113,6 +115,7 @@ def prepare(
         num_buckets=buckets,
         keep_duplicates=keep_duplicates,
         max_rejected_ratio=max_rejected,
+        memory_mb=memory or 0,
     )
     console = Console(stderr=True)
     bar_columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
@@ -129,7 +132,7 @@ def prepare(
 
 
 def _print(prepared: PreparedDataset, out: Path) -> None:
-    from npu_gr.dataset.summary import summary
+    from npu_gr.dataset.build import summary
 
     click.echo(summary(prepared.manifest, out))
     click.echo(f"\nnext: {shlex.join(['npu-gr', 'train', 'all', str(out), '--out', str(out.parent)])}")

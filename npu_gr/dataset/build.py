@@ -4,23 +4,24 @@
     sort     names become codes; by user and time, without exact duplicates, into events.parquet
     publish  the finished folder takes the place of `out`
 
-Memory is bounded (`engine.MOST_MB`) but for the names of users and items and the files beside the log.
+Memory is bounded (`PrepareOptions.memory_mb`) but for the names of users and items and the files beside the log.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
 from npu_gr import __version__
 from npu_gr.core.errors import DataError
 from npu_gr.core.private import make_private
-from npu_gr.core.words import quoted
+from npu_gr.core.words import counted, cut, quoted
 from npu_gr.dataset.actions import Actions, OldActions
-from npu_gr.dataset.engine import opened, told
+from npu_gr.dataset.engine import memory_for, opened, told
 from npu_gr.dataset.files import (
     EVENTS,
     FORMAT,
@@ -34,11 +35,12 @@ from npu_gr.dataset.files import (
     read_dataset,
     written_aside,
 )
+from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.logs import Log, LogFeature
 from npu_gr.dataset.options import PrepareOptions
-from npu_gr.dataset.rejects import Rejects
+from npu_gr.dataset.rejects import MAX_WRITTEN, Rejects
 from npu_gr.dataset.side import ItemTable, UserTable, notes_of, read_items, read_users
-from npu_gr.dataset.sources import OTHERS, ArrowStream, Source, open_source
+from npu_gr.dataset.sources import OTHERS, ArrowStream, open_source
 from npu_gr.dataset.write import EventCounts, ItemCounts, write_events, write_items, write_users
 
 FILES = (MANIFEST, EVENTS, USERS, ITEMS, REJECTED)
@@ -91,6 +93,10 @@ def prepare(
     source = open_source(log, options.format, options.columns)
     item_source = open_source(items) if items is not None else None
     user_source = open_source(users) if users is not None else None
+    memory_mb = options.memory_mb or memory_for(source.num_bytes)
+    for one in (source, item_source, user_source):
+        if one is not None:
+            one.memory_mb = memory_mb
     with written_aside(out, is_dataset, FILES) as folder:
         old = OldActions()
         if is_dataset(out):
@@ -99,7 +105,7 @@ def prepare(
         make_private(folder / REJECTED)
         with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
             build = _Build(source, item_source, user_source, options, rejected)
-            with opened(folder / "spill", source.num_bytes) as con, told(source.name, OTHERS):
+            with opened(folder / "spill", memory_mb) as con, told(source.name, memory_mb, OTHERS):
                 manifest = build.run(con, folder, old, on_stage)
         text = json.dumps(manifest, indent=2, ensure_ascii=False) + "\n"
         (folder / MANIFEST).write_text(text, encoding="utf-8")
@@ -254,3 +260,68 @@ def _check_names(found: Sequence[LogFeature], users: Sequence[str], items: Seque
         if name in seen:
             raise DataError(f"two features have the name {quoted(name)}; rename a column, or leave one out")
         seen.add(name)
+
+
+MAX_ACTIONS = 20  # named one by one
+_OF = {"event": "of the event", "request": "of the request", "cross": "of both"}
+
+
+def summary(manifest: Mapping[str, Any], out: Path) -> str:
+    """Say what was taken and why, and what was left out."""
+    return "\n".join(_lines(manifest, out))
+
+
+def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
+    yield f"{manifest['log']['name']}: {manifest['log']['format']}"
+    for role, column in manifest["columns"].items():
+        yield f"  {role:14} {quoted(column['name'])} ({column['why']})"
+    yield f"  {'times':14} {manifest['times']}, {_day(manifest['first_time'])} to {_day(manifest['last_time'])}"
+    actions = manifest["actions"]
+    yield f"  {'actions':14} {', '.join(_actions(actions['names'], actions['events']))}"
+    for feature in manifest["features"]:
+        yield f"  {'feature':14} {quoted(feature['name'])} ({feature['kind']})"
+    for name, why in manifest["left_out"].items():
+        yield f"  {'no feature':14} {quoted(name)}: {why}"
+    for feature in manifest["user_features"]:
+        yield f"  {'of the user':14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"
+    for feature in manifest["log_features"]:
+        yield f"  {_OF[feature['of']]:14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"
+    for name, why in manifest["left_out_users"].items():
+        yield f"  {'no feature':14} {quoted(name)}: {why}"
+    items = manifest["items"]
+    counts = {"event": manifest["events"], "user": manifest["users"], "item": items["with_events"]}
+    yield ", ".join(counted(count, what) for what, count in counts.items())
+    if items["all"] > items["with_events"] or items["without_row"] or items["with_title"]:
+        titles = counted(items["with_title"], "title")
+        lacked = counted(items["without_row"], "item")
+        without_events = f"{items['without_events']:,} without an event"
+        yield f"items' file: {titles}; it lacks {lacked} of the log, and has {without_events}"
+    if num := manifest["users_without_row"]:
+        yield f"users' file: it lacks {counted(num, 'user')} of the log"
+    if num := manifest["duplicates"]["rows"]:
+        what = "kept" if manifest["duplicates"]["kept"] else "left out (--keep-duplicates keeps them)"
+        yield f"{counted(num, 'row')} like another one in user, item, time and action: {what}"
+    yield from _rejected("", manifest["rejected"])
+    yield from _rejected(" of the items' file", manifest["rejected_items"])
+    yield from _rejected(" of the users' file", manifest["rejected_users"])
+    if manifest["rejected"] or manifest["rejected_items"] or manifest["rejected_users"]:
+        yield f"  the first {MAX_WRITTEN:,} of them: {out / REJECTED}"
+    yield from manifest["notes"]
+
+
+def _actions(names: list[str], events: list[int]) -> Iterator[str]:
+    for name, count in list(zip(names, events, strict=True))[:MAX_ACTIONS]:
+        yield f"{cut(name, 32)} ({count:,})"
+    if len(names) > MAX_ACTIONS:
+        yield f"and {len(names) - MAX_ACTIONS} more"
+
+
+def _rejected(of: str, reasons: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    if reasons:
+        yield f"{counted(sum(one['rows'] for one in reasons.values()), 'row')}{of} cannot be used:"
+    for reason, one in reasons.items():
+        yield f"  {one['rows']:>9,}  {reason} (first: {one['first']:,})"
+
+
+def _day(time: int) -> str:
+    return f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d}"

@@ -18,7 +18,6 @@ LEAST_MB, MOST_MB = 100, 512  # of memory for DuckDB, a third of the logs betwee
 PACKED_RATIO = 5  # of the bytes of a packed file to what is in it
 MAX_THREADS = 4
 _CONFIG: dict[str, Any] = {
-    "memory_limit": f"{LEAST_MB}MB",
     "threads": min(MAX_THREADS, os.cpu_count() or 1),
     "python_enable_replacements": False,
     "autoinstall_known_extensions": False,
@@ -26,34 +25,39 @@ _CONFIG: dict[str, Any] = {
 }
 
 
+def memory_for(num_bytes: int) -> int:
+    """MB of memory for what is read, by its size as far as it is known."""
+    return min(MOST_MB, max(LEAST_MB, num_bytes // 3_000_000))
+
+
 @contextmanager
-def opened(folder: Path, num_bytes: int) -> Iterator[Any]:
+def opened(folder: Path, memory_mb: int) -> Iterator[Any]:
     """Yield a connection whose tables go to a folder where they are large: its owner's alone, deleted in the end.
 
     Args:
         folder: made.
-        num_bytes: of what is read, as far as it is known.
+        memory_mb: that DuckDB may use.
     """
     folder.mkdir(mode=0o700)
     try:
-        with in_memory(folder) as con:
-            con.execute(f"SET memory_limit = '{min(MOST_MB, max(LEAST_MB, num_bytes // 3_000_000))}MB'")
+        with in_memory(memory_mb, folder) as con:
             yield con
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def in_memory(folder: Path | None = None) -> Iterator[Any]:
+def in_memory(memory_mb: int = LEAST_MB, folder: Path | None = None) -> Iterator[Any]:
     """Yield a connection for a first look; or one that may write into a folder."""
-    with duckdb.connect(config=_CONFIG | {"temp_directory": str(folder or "")}) as con:
+    limits = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(folder or "")}
+    with duckdb.connect(config=_CONFIG | limits) as con:
         for setting in ("TimeZone = 'UTC'", "enable_progress_bar = true", "enable_progress_bar_print = false"):
             con.execute(f"SET {setting}")  # without a bar there is no `query_progress`
         yield con
 
 
 @contextmanager
-def told(name: str, remedy: str = "") -> Iterator[None]:
+def told(name: str, memory_mb: int, remedy: str = "") -> Iterator[None]:
     """Say an error of DuckDB's in our words.
 
     Raises:
@@ -64,7 +68,10 @@ def told(name: str, remedy: str = "") -> Iterator[None]:
     except duckdb.InterruptException as error:
         raise KeyboardInterrupt from error
     except duckdb.OutOfMemoryException as error:
-        raise DataError(f"{name}: over {MOST_MB} MB of memory are needed; prepare it in parts") from error
+        raise DataError(
+            f"{name}: to read it takes over {memory_mb} MB, DuckDB's limit here; --memory raises it (in MB), "
+            "or prepare it in parts"
+        ) from error
     except duckdb.Error as error:
         raise_if_full(error)
         first = str(error).partition("\n")[0]

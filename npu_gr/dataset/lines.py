@@ -1,7 +1,7 @@
 """The lines of a text file one by one, in Python: for a first look, and for what DuckDB will not read.
 
 DuckDB reads a file of lines that are all well. Where one is not (no UTF-8, a bare carriage return, over
-`sources.LINE_BYTES`) the whole file is fed to it from here; and rows whose quotes are not plain are parsed here.
+`line_sources.LINE_BYTES`) the whole file is fed to it from here; and rows whose quotes are not plain are parsed here.
 """
 
 from __future__ import annotations

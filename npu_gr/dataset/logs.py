@@ -29,10 +29,11 @@ from npu_gr.dataset.cells import (
     values_sql,
 )
 from npu_gr.dataset.columns import MAX_EVENT_TYPES, Column, LogColumns, cells_of, choose_log_columns
+from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import NESTED, OnProgress
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import CODES, MAX_EVENT_CHARS, MAX_ROW_CHARS, MAX_USER_CHARS, UNSURE, RejectReason, Rejects
-from npu_gr.dataset.sources import NestedSource, Source
+from npu_gr.dataset.sources import NestedSource
 from npu_gr.dataset.table import SourceTable
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
 from npu_gr.features.interactions import LogFeatureOf, ToldKind

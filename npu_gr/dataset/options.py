@@ -31,3 +31,4 @@ class PrepareOptions:
     num_buckets: int = 10  # of a continuous value
     keep_duplicates: bool = False
     max_rejected_ratio: float = 0.5
+    memory_mb: int = 0  # that DuckDB may use; 0 = by the size of the log, 100 to 512

@@ -23,10 +23,10 @@ from npu_gr.core.words import counted, quoted
 from npu_gr.dataset.actions import bucket_edges, bucket_names, bucket_of
 from npu_gr.dataset.cells import Cells, has_point, name_sql, number_of, plain_text, values_of
 from npu_gr.dataset.columns import Column, cells_of, choose_item_columns, choose_user_column
+from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import OnProgress
 from npu_gr.dataset.logs import MAX_VALUE_BYTES, kind_word, split_kind, told_cells
-from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, UNSURE, RejectReason, Rejects
-from npu_gr.dataset.sources import Source
+from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_USER_CHARS, UNSURE, RejectReason, Rejects
 from npu_gr.dataset.table import SourceTable
 from npu_gr.features.interactions import ToldKind
 
@@ -229,7 +229,10 @@ def _rows(
             f"WHEN strlen(name) > {MAX_NAME_BYTES} THEN {CODES[RejectReason.LONG_ITEM]}"
         )
     else:
-        reason = f"WHEN name IS NULL THEN {CODES[RejectReason.NO_USER]}"
+        reason = (
+            f"WHEN name IS NULL THEN {CODES[RejectReason.NO_USER]} "
+            f"WHEN length(name) > {MAX_USER_CHARS} THEN {CODES[RejectReason.LONG_USER]}"
+        )
 
     def wrap(cells: str) -> str:
         line = source.line_sql(columns)

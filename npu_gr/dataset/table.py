@@ -11,9 +11,9 @@ from typing import Any
 
 from npu_gr.dataset.cells import duckdb, is_list_type, pa
 from npu_gr.dataset.engine import raise_if_full, told
+from npu_gr.dataset.line_sources import Mended, Source
 from npu_gr.dataset.lines import OnProgress, json_column
 from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_WRITTEN, UNSURE, Rejected, Rejects
-from npu_gr.dataset.sources import Mended, Source
 
 MENDED_ROWS = 20_000  # that are added at once
 _POLL_S = 0.2
@@ -89,7 +89,7 @@ class SourceTable:
         con = self._con
         verb = f"INSERT INTO {self._name}_rows" if len(self._starts) > 1 else f"CREATE TABLE {self._name}_rows AS"
         refused: Exception | None = None
-        with told(self._source.name if len(self._source.paths) == 1 else str(path)):
+        with told(self._source.name if len(self._source.paths) == 1 else str(path), self._source.memory_mb):
             for relation in self._source.relations(con, path, self._columns, show):
                 try:
                     with _watched(con, show):

@@ -42,9 +42,8 @@ from rich.table import Table
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.kinds import RANK
-from npu_gr.dataset.build import prepare
+from npu_gr.dataset.build import prepare, summary
 from npu_gr.dataset.files import Dataset, is_dataset, read_dataset
-from npu_gr.dataset.summary import summary
 from npu_gr.features.interactions import Interactions, movielens_100k
 from npu_gr.features.load import load_interactions
 from npu_gr.features.open import open_store

@@ -264,3 +264,38 @@ def test_any_bytes_are_a_log_or_are_refused(content: bytes, tmp_path_factory: py
     if b'"' not in content:
         rest = content.split(b"\n")
         assert sorted(seen) == [at for at, line in enumerate(rest, 2) if line.rstrip(b"\r")]
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"), [("user_id", RejectReason.LONG_USER), ("item_id", RejectReason.LONG_ITEM)]
+)
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary()], ids=str)
+def test_a_long_key_of_parquet_is_rejected_and_not_cut(
+    tmp_path: Path, column: str, reason: RejectReason, kind: Any
+) -> None:
+    times = [1_700_000_000 + n for n in range(4)]
+    log = {"user_id": list("uuuu"), "item_id": list("iiii"), "ts": times}
+    keys = pa.array(["a", "b", "k" * 4097, "k" * 5000]).cast(kind)
+    pq.write_table(pa.table(log | {column: keys}), tmp_path / "l.parquet")
+    prepare(tmp_path / "l.parquet", tmp_path / "out", lenient())
+    assert rejected(tmp_path / "out") == [(3, reason), (4, reason)]
+
+
+@pytest.mark.parametrize("beside", ["items", "users"])
+def test_a_long_key_of_a_file_beside_the_log_is_rejected(tmp_path: Path, beside: str) -> None:
+    (tmp_path / "log.csv").write_bytes(HEAD + GOOD)
+    key = f"{beside[:-1]}_id"
+    pq.write_table(pa.table({key: ["u", "i", "k" * 5000], "age": [1, 2, 3]}), tmp_path / "beside.parquet")
+    prepare(tmp_path / "log.csv", tmp_path / "out", lenient(), **{beside: tmp_path / "beside.parquet"})  # type: ignore[arg-type]
+    reason = RejectReason.LONG_ITEM if beside == "items" else RejectReason.LONG_USER
+    assert rejected(tmp_path / "out") == [(3, reason)]
+
+
+def test_a_parquet_bomb_names_itself_the_limit_and_the_option(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.parquet"
+    log = {"user_id": ["u" * 8_000_000] * 40, "item_id": ["i"] * 40, "ts": [1_700_000_000 + n for n in range(40)]}
+    pq.write_table(pa.table(log), bomb, compression="zstd")
+    with pytest.raises(DataError, match=rf"^{bomb}: to read it takes over 100 MB, DuckDB's limit here; --memory"):
+        prepare(bomb, tmp_path / "out")
+    with pytest.raises(DataError, match="user: over 128 characters"):
+        prepare(bomb, tmp_path / "out", PrepareOptions(memory_mb=4000))

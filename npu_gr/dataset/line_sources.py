@@ -1,0 +1,375 @@
+"""A source of rows as DuckDB reads it: a relation of cells. Here are text files of lines; `sources.py` has the others.
+
+    c0, c1, ...   the cells of the columns that are wanted, missing ones null
+    state         0 = a row; else one of CODES, or SKIPPED (no row) or UNSURE (Python looks at it, see lines.py)
+    line          the row as its file has it, for a person
+
+Of a text file every line is a row of the relation, blank ones too. So a row's place in the table that is made of it is
+its number in the file, and one broken line never takes its neighbours with it.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from npu_gr.core.errors import DataError
+from npu_gr.core.words import quoted
+from npu_gr.dataset.cells import (
+    is_list_type,
+    literal,
+    pa,
+    text_sql,
+)
+from npu_gr.dataset.engine import LEAST_MB, PACKED_RATIO
+from npu_gr.dataset.lines import (
+    PACKED,
+    OnProgress,
+    flat,
+    json_cell,
+    json_column,
+    json_object,
+    line_batches,
+    parse,
+    read_lines,
+    read_rows,
+)
+from npu_gr.dataset.rejects import CODES, SKIPPED, UNSURE, RejectReason
+
+SAMPLE_ROWS = 10_000  # that columns and times are guessed from
+LINE_BYTES = 1 << 20  # of a line that DuckDB reads; a longer one is Python's
+MAX_COLUMNS = 1000  # of JSON: keys that are ids of something are no columns
+_DELIMITERS = ",;\t|"
+_ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
+
+
+class Relation(NamedTuple):
+    """Cells in SQL."""
+
+    sql: str
+    failed: Sequence[Exception] = ()  # of what Python feeds it with
+
+
+class Mended(NamedTuple):
+    """What Python found in a row that DuckDB was unsure of."""
+
+    number: int  # of the row in its file
+    num_more: int  # rows of the relation that are parts of it
+    cells: list[Any] | None  # of all columns; None: there is a reason
+    reason: RejectReason | None
+    text: str
+
+
+class Source:
+    """Files of one kind, or a frame. Each kind has a class below."""
+
+    place = "row"  # what the numbers of rows count: "line" or "row"
+    format = ""  # for a person: "cells separated by ','"
+    first_number = 1  # of the first row of the relation in its file
+    memory_mb = LEAST_MB  # that DuckDB may use to read it
+
+    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+        self.name = name  # in messages: what was named, or "the frame"
+        self.paths = list(paths)
+        self.types: dict[str, str] = {}  # types of columns that the header declares, as atomic files do
+        self._sample: dict[str, Any] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the files, unpacked as a guess; 0 of a frame."""
+        sizes = ((path.stat().st_size, path.suffix in (*PACKED, ".parquet", ".pq")) for path in self.paths if path.name)
+        return sum(size * (PACKED_RATIO if is_packed else 1) for size, is_packed in sizes)
+
+    @property
+    def sample(self) -> dict[str, Any]:
+        """The first cells of all columns, as Arrow arrays.
+
+        Raises:
+            DataError: the source cannot be read, or has no row.
+        """
+        if self._sample is None:
+            self._sample = self._read_sample()
+        return self._sample
+
+    def kinds(self, columns: Sequence[str]) -> list[str]:
+        """Types of DuckDB that the cells of columns have in the relation."""
+        return ["VARCHAR[]" if pa.types.is_list(self.sample[name].type) else "VARCHAR" for name in columns]
+
+    def line_sql(self, columns: Sequence[str]) -> str:
+        """The row for a person, of what the relation has."""
+        return "line"
+
+    def relations(self, con: Any, path: Path, columns: Sequence[str], show: OnProgress) -> Iterator[Relation]:
+        """Write the relation of a file in SQL; where DuckDB refuses one, the next one may do."""
+        raise NotImplementedError
+
+    def mend(self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
+        """Look at rows that DuckDB was unsure of: number and line of each, ascending."""
+        return iter(())
+
+    def _read_sample(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class LineSource(Source):
+    """Text files of lines."""
+
+    place = "line"
+
+    def relations(self, con: Any, path: Path, columns: Sequence[str], show: OnProgress) -> Iterator[Relation]:
+        """Read lines with DuckDB, or else with Python."""
+        packed = {"": "none", ".gz": "gzip", ".zst": "zstd"}.get(path.suffix if path.suffix in PACKED else "")
+        num_skipped = self.first_number - 1
+        if packed is not None:
+            lines = (
+                f"(SELECT line, 0 AS state FROM read_csv({file_sql(path)}, columns = {{'line': 'VARCHAR'}}, "
+                f"delim = E'\\x01\\x02\\x03', quote = '', escape = '', header = false, auto_detect = false, "
+                f"skip = {num_skipped}, max_line_size = {LINE_BYTES}, buffer_size = {4 * LINE_BYTES}, "
+                f"compression = '{packed}'))"
+            )
+            yield Relation(self._cells_sql(lines, columns))
+        schema = pa.schema([("line", pa.string()), ("state", pa.int8())])
+        failed = fed(con, schema, line_batches(path, num_skipped, show))
+        yield Relation(self._cells_sql("fed", columns), failed)
+
+    def _cells_sql(self, lines: str, columns: Sequence[str]) -> str:
+        raise NotImplementedError
+
+
+class DelimitedSource(LineSource):
+    """CSV, TSV and RecBole's atomic files: the first line names the columns, and every cell is a text."""
+
+    def __init__(self, name: str, paths: Sequence[Path], delimiter: str = "", columns: Sequence[str] = ()) -> None:
+        """Read the header.
+
+        Args:
+            name: for messages.
+            paths: of the files.
+            delimiter: between cells; "" = what the first line has most of.
+            columns: names of the columns of a file without a header.
+
+        Raises:
+            DataError: a file is empty, its header names a column twice, or two files have two headers.
+        """
+        super().__init__(name, paths)
+        path, line = self.paths[0], _first_line(self.paths[0])
+        self._delimiter = delimiter or max(_DELIMITERS, key=line.count)
+        cells = self._header(path, line)
+        atomic = [_ATOMIC.fullmatch(cell) for cell in cells]
+        self.types = {found[1]: found[2] for found in atomic if found} if all(atomic) and not columns else {}
+        self._quote = "" if self.types else '"'
+        self.columns = list(columns) or list(self.types) or cells
+        self.first_number = 1 if columns else 2
+        if len(self.columns) != len(cells):
+            names = ", ".join(self.columns)
+            raise DataError(f"{path}, line 1: {len(cells)} cells, but {len(self.columns)} names: {names}")
+        refuse_twice(self.columns, f"{path}, line 1")
+        for other in self.paths[1:] if not columns else ():
+            if self._header(other, _first_line(other)) != cells:
+                raise DataError(
+                    f"{other}, line 1: other columns than those of {path}; prepare logs of one kind together"
+                )
+        shown = "tabs" if self._delimiter == "\t" else repr(self._delimiter)
+        self.format = "RecBole atomic file" if self.types else f"cells separated by {shown}"
+
+    def kinds(self, columns: Sequence[str]) -> list[str]:
+        """Texts."""
+        return ["VARCHAR"] * len(columns)
+
+    def _header(self, path: Path, line: str) -> list[str]:
+        try:
+            return [cell.strip() for cell in parse(line, self._delimiter, '"')]
+        except csv.Error as error:
+            raise DataError(f"{path}, line 1: {error}; it must name the columns") from error
+
+    def _read_sample(self) -> dict[str, Any]:
+        rows = chain.from_iterable(
+            read_rows(path, self._delimiter, self._quote, len(self.columns), self.first_number) for path in self.paths
+        )
+        cells: list[list[str]] = []
+        num_rejected = 0
+        for row in rows:
+            if row.cells is None:
+                num_rejected += 1
+            else:
+                cells.append(row.cells)
+            if len(cells) == SAMPLE_ROWS:
+                break
+        if not cells:
+            if not num_rejected and self.first_number > 1:
+                raise DataError(f"{self.name}: no row stands below the first line, which names the columns")
+            raise DataError(
+                f"{self.name}: no row has the {len(self.columns)} cells of the first line ({self.format}); "
+                "--columns a,b,... names the columns of a file without a header"
+            )
+        columns = zip(*cells, strict=True)
+        return {
+            name: pa.array([cell or None for cell in column], pa.string())
+            for name, column in zip(self.columns, columns, strict=True)
+        }
+
+    def _cells_sql(self, lines: str, columns: Sequence[str]) -> str:
+        delimiter = literal(self._delimiter)
+        plain = f"string_split(line, {delimiter})"
+        wrong, skipped = CODES[RejectReason.CELLS], f"line IS NULL THEN {SKIPPED}"
+        places = [self.columns.index(name) + 1 for name in columns]
+        if not self._quote:
+            cells = ", ".join(f"nullif(cells[{at}], '') AS c{n}" for n, at in enumerate(places))
+            return (
+                f"SELECT {cells}, CASE WHEN {skipped} WHEN state <> 0 THEN state "
+                f"WHEN len(cells) <> {len(self.columns)} THEN {wrong} ELSE 0 END AS state, line "
+                f"FROM (SELECT *, {plain} AS cells FROM {lines})"
+            )
+        # A delimiter between two quotes is none: of the pieces around quotes each second one is between two.
+        outside = f"replace(piece, {delimiter}, chr(31))"
+        pieces = (
+            f"""list_transform(string_split(line, '"'), lambda piece, place: if(place % 2 = 1, {outside}, piece))"""
+        )
+        quoted_cells = f"""string_split(array_to_string({pieces}, '"'), chr(31))"""
+        is_odd = """(length(line) - length(replace(line, '"', ''))) % 2 = 1 OR contains(line, chr(31))"""
+        is_broken = """contains(cell, '"') AND NOT regexp_full_match(cell, '(?s)"([^"]|"")*"')"""
+        broken = f"len(list_filter(cells, lambda cell: {is_broken}))"
+        unquoted = (
+            """CASE WHEN starts_with({0}, '"') THEN replace(substr({0}, 2, length({0}) - 2), '""', '"') ELSE {0} END"""
+        )
+        cells = ", ".join(f"nullif({unquoted.format(f'cells[{at}]')}, '') AS c{n}" for n, at in enumerate(places))
+        return (
+            f"SELECT {cells}, CASE WHEN {skipped} WHEN state <> 0 THEN state "
+            f"WHEN has_quote AND ({is_odd} OR {broken} > 0) THEN {UNSURE} "
+            f"WHEN len(cells) <> {len(self.columns)} THEN {wrong} ELSE 0 END AS state, line "
+            f"FROM (SELECT *, CASE WHEN has_quote THEN {quoted_cells} ELSE {plain} END AS cells "
+            f"""FROM (SELECT *, contains(line, '"') AS has_quote FROM {lines}))"""
+        )
+
+    def mend(self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
+        """Parse rows whose quotes are not plain; one may go on over lines that follow."""
+        places = [self.columns.index(name) for name in columns]
+        only = (number for number, _ in unsure)
+        for row in read_rows(path, self._delimiter, self._quote, len(self.columns), only=only):
+            cells = None if row.cells is None else [row.cells[at] or None for at in places]
+            yield Mended(row.number, row.num_more, cells, row.reason, row.text)
+
+
+class JsonLinesSource(LineSource):
+    """A JSON object a line; cells inside of objects have names with dots."""
+
+    format = "a JSON object a line"
+
+    def _read_sample(self) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = []
+        for line in chain.from_iterable(chain.from_iterable(map(read_lines, self.paths))):
+            if (row := json_object(line.removeprefix(b"\xef\xbb\xbf"))) is not None:
+                rows.append(flat(row))
+            if len(rows) == SAMPLE_ROWS:
+                break
+        if not rows:
+            raise DataError(f"{self.name}: no line is a JSON object")
+        return json_columns(rows)
+
+    def _cells_sql(self, lines: str, columns: Sequence[str]) -> str:
+        return json_sql(lines, columns, self.kinds(columns))
+
+    def mend(self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
+        """Parse rows that are JSON to one parser only."""
+        return mended_json(unsure, columns)
+
+
+def _first_line(path: Path) -> str:
+    first = next(read_lines(path), None)
+    if first is None:
+        raise DataError(f"{path}: the file is empty")
+    try:
+        line = first[0].decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line 1: not UTF-8; iconv converts it") from error
+    if not line.strip():
+        raise DataError(f"{path}: the first line is empty; it must name the columns")
+    return line
+
+
+def refuse_twice(names: Sequence[str], where: str) -> None:
+    """Raise DataError if two columns have one name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise DataError(f"{where}: the column {quoted(name)} stands there twice; rename one of them")
+
+
+def file_sql(path: Path) -> str:
+    """Write a path in SQL: it is no pattern."""
+    return literal(re.sub(r"([*?\[])", r"[\1]", str(path)))
+
+
+def json_columns(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Make Arrow columns of JSON objects."""
+    names = list(islice(dict.fromkeys(chain.from_iterable(rows)), MAX_COLUMNS))
+    return {name: json_column([row.get(name) for row in rows]) for name in names}
+
+
+def json_sql(lines: str, columns: Sequence[str], kinds: Sequence[str]) -> str:
+    """Write the relation of JSON objects. What another parser reads otherwise is left to Python."""
+    pointers = list(dict.fromkeys(chain.from_iterable(map(_pointers, columns))))
+    listed = ", ".join(map(literal, pointers))
+    cells = []
+    for n, (name, kind) in enumerate(zip(columns, kinds, strict=True)):
+        found = [f"found[{pointers.index(one) + 1}]" for one in _pointers(name)]
+        value = found[0] if len(found) == 1 else f"coalesce({', '.join(found)})"
+        cells.append(f"{_json_cell_sql(value, is_list=is_list_type(kind))} AS c{n}")
+    odd = r"""(?i)[:\[,]\s*[+-]?(nan|inf)|,\s*[\]}]|[-:\[,]\s*\+|^\s*[\[{]\s*,"""
+    state = (
+        f"CASE WHEN line IS NULL OR trim(line, E' \\t\\r\\n') = '' THEN {SKIPPED} "
+        f"WHEN state > 0 THEN {CODES[RejectReason.NOT_JSON]} WHEN state < 0 THEN state "
+        f"WHEN NOT json_valid(line) OR regexp_matches(line, {literal(odd)}) THEN {UNSURE} "
+        f"WHEN NOT starts_with(ltrim(line), '{{') THEN {CODES[RejectReason.NOT_JSON]} ELSE 0 END"
+    )
+    return (
+        f"SELECT {', '.join(cells)}, state, line FROM (SELECT line, state, "
+        f"CASE WHEN state = 0 THEN json_extract(line, [{listed}]) END AS found "
+        f"FROM (SELECT line, {state} AS state FROM {lines}))"
+    )
+
+
+def _pointers(name: str) -> list[str]:
+    """JSON pointers of a cell: of its name, and where that has dots, from object to object."""
+    escaped = name.replace("~", "~0").replace("/", "~1")
+    return list(dict.fromkeys(("/" + escaped, "/" + escaped.replace(".", "/"))))
+
+
+def _json_cell_sql(value: str, *, is_list: bool) -> str:
+    whole = text_sql(f"CAST({value} AS DOUBLE)", "DOUBLE")
+    text = (
+        f"CASE json_type({value}) WHEN 'OBJECT' THEN NULL WHEN 'NULL' THEN NULL WHEN 'DOUBLE' THEN {whole} "
+        f"WHEN 'ARRAY' THEN (CASE WHEN json_array_length({value}) = 1 THEN json_extract_string({value}, '/0') END) "
+        f"ELSE json_extract_string({value}, '$') END"
+    )
+    if not is_list:
+        return text
+    many = f"CASE WHEN json_array_length({value}) = 0 THEN [] ELSE json_extract_string({value}, '$[*]') END"
+    return f"CASE WHEN json_type({value}) = 'ARRAY' THEN {many} WHEN {text} IS NOT NULL THEN [{text}] END"
+
+
+def mended_json(unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
+    """Parse objects of which DuckDB was unsure."""
+    for number, line in unsure:
+        row = json_object(line.removeprefix("\ufeff"))
+        cells = None if row is None else [json_cell(row, name) for name in columns]
+        yield Mended(number, 0, cells, RejectReason.NOT_JSON if row is None else None, line)
+
+
+def fed(con: Any, schema: Any, batches: Iterator[Any]) -> list[Exception]:
+    """Let DuckDB read what Python reads, under the name `fed`; returns where an error of Python's will stand."""
+    failed: list[Exception] = []
+
+    def feed() -> Iterator[Any]:
+        try:
+            yield from batches
+        except Exception as error:
+            failed.append(error)
+            raise
+
+    con.register("fed", pa.RecordBatchReader.from_batches(schema, feed()))
+    return failed
