@@ -3,7 +3,7 @@
     prompt -> lease of the prompt's KV -> one pass: encode what is missing, search -> items
 
 A request keeps one version of the generator and one of the catalogue in use from its prompt to its items.
-`model_jobs.py` picks the version of the generator that the request names.
+`versions.py` picks the version of the generator that the request names.
 """
 
 from __future__ import annotations

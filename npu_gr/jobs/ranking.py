@@ -3,7 +3,7 @@
     history -> tokens -> lease of the prefix KV -> one pass over the candidates -> scores
 
 `Ranking` is a checkpoint with its items and its relay; `LateFeatureReader` reads the features that come with a rank,
-behind the cached prefix: what the request says, and what is computed here. `model_jobs.py` picks the version.
+behind the cached prefix: what the request says, and what is computed here. `versions.py` picks the version.
 """
 
 from __future__ import annotations

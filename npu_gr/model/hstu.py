@@ -2,8 +2,8 @@
 
 A *segment* is one request's rows: new history tokens after p cached ones, then candidates. A batch is a list of
 segments. Prefill is a segment without candidates, full inference one without a past, so cold and cached scores come
-from the same lines of code. `hstu_segments.py` runs the layers; where the backend has kernels of whole passes or of
-whole layers, `hstu_whole.py` describes the model to them. `hstu_input.py` has the weights, and the rows of segments.
+from the same lines of code. `hstu_layer.py` runs the layers; where the backend has kernels of whole passes or of
+whole layers, `WholeCalls` describes the model to them. `hstu_input.py` has the weights, and the rows of segments.
 
 A model with `retrieval` also answers what comes next. NEXT is a candidate without an item: item row `num_items`, one
 past the last. Its final row becomes the user vector u, and the retrieval score of item i is u . e_i with the items'
@@ -11,8 +11,6 @@ input embeddings e.
 
 Source: HSTU and M-FALCON, arXiv:2402.17152; exactness rules E1 to E9 of `docs/exactness.md`.
 Invariants: history rows never depend on candidates or on later history; candidates never see each other.
-
-Kernels of whole passes and whole layers take the same batch in numbers: `WholeCalls`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the last place from device to device, and so would a bucket whose edge a time di
 numbers: the seconds at which each bucket begins are found once, and comparing with them is exact on every device.
 
 A segment is the rows of one request in a pass of the ranker, and the cached tokens that they read. Every backend has
-the ops of this pass. Kernels of whole layers or passes (`hstu_whole.py`) give its numbers.
+the ops of this pass. Kernels of whole layers or passes (`hstu.py`) give its numbers.
 """
 
 from __future__ import annotations
