@@ -21,10 +21,9 @@ import numpy as np
 
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NotTaken, NpuGrError, RequestError
 from npu_gr.core.history import UserKey
-from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, log_line
+from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, Trace, log_line
 from npu_gr.core.request import Answer
 from npu_gr.core.secret import redacted
-from npu_gr.core.trace import Trace
 from npu_gr.server.config import ServerConfig
 
 log = logging.getLogger(ACCESS_LOG)

@@ -17,8 +17,8 @@ from aiohttp import web
 from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, UnsupportedMedia
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind
+from npu_gr.core.logs import CURRENT, Trace
 from npu_gr.core.request import Answer
-from npu_gr.core.trace import CURRENT, Trace
 from npu_gr.jobs.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from npu_gr.core.tasks import running
+from npu_gr.core.lifetime import running
 from npu_gr.core.tls import ServerTls, following
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.process import noted_pauses

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.logs import Trace, begin
 from npu_gr.core.secret import SecretUrl
-from npu_gr.core.trace import Trace, begin
 from npu_gr.server.config import ServerConfig
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed
+from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
-from npu_gr.core.tasks import running
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.bulkhead import GuardedStore
 from npu_gr.features.open import open_store

@@ -30,8 +30,8 @@ from npu_gr.core.errors import (
 )
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import Kind, Scope
+from npu_gr.core.logs import CURRENT
 from npu_gr.core.request import Answer
-from npu_gr.core.trace import CURRENT
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, EndedRequest, Failure
