@@ -20,7 +20,7 @@ from npu_gr.backend.names import BackendName
 from npu_gr.core.history import Events
 from npu_gr.core.process import set_up_process
 from npu_gr.model.history_tokens import ItemVocabulary, tokenize
-from npu_gr.model.hstu_segments import HostTokens, Segment
+from npu_gr.model.hstu_layer import HostTokens, Segment
 from npu_gr.model.weights import load
 
 

@@ -23,8 +23,8 @@ from benchmarks.rank import CachedRank, config
 from npu_gr.backend.choose import choose
 from npu_gr.core.history import HistoryReport, UserKey
 from npu_gr.core.kinds import RANK
+from npu_gr.core.logs import CURRENT, begin
 from npu_gr.core.request import Outcome, RankAnswer, Reason
-from npu_gr.core.trace import CURRENT, begin
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.hstu import HSTU
 from npu_gr.server.access_log import AccessLog, EndedRequest

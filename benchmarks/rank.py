@@ -21,7 +21,7 @@ from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Past, Segment
+from npu_gr.model.hstu_layer import Past, Segment
 
 OPTIONS = (
     BACKEND,

@@ -11,7 +11,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.history import Events
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Past, Segment
+from npu_gr.model.hstu_layer import Past, Segment
 from npu_gr.model.neighbours import Neighbours
 from npu_gr.model.order import Order
 

@@ -1,6 +1,6 @@
 """Draw the five pictures of the documentation: `python docs/pictures/draw.py` writes the SVG files beside this one.
 
-The figures of the last one are read from the table of `python -m benchmarks relay` in docs/measured.md. A test draws all of
+The figures of the last one are those of `python -m benchmarks relay` in docs/measured.md. A test draws all of
 them anew and compares.
 """
 
@@ -165,7 +165,7 @@ Rates = dict[int, tuple[float, float, float]]
 
 
 def relay_rates(text: str, objective: str) -> Rates:
-    """Read the table of `python -m benchmarks relay`: history tokens -> ranks/s of full inference, HBM, and 75 % returning.
+    """Read the table of `benchmarks relay`: history tokens -> ranks/s of full inference, HBM, and 75 % returning.
 
     Of 100 candidates. A rate is negative where not even that one, the lowest of the bench, kept the objective.
 

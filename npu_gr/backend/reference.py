@@ -14,8 +14,8 @@ from torch.nn.functional import linear, silu
 from npu_gr.backend.base import Arrangement, accumulator, bias_bucket
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
-from npu_gr.backend.single_stream import SingleStream
 from npu_gr.backend.tiles import Slab, Tiles, natural, pack
+from npu_gr.backend.torch_ops import SingleStream
 
 
 def allowed(row: int, column: int, num_history: int) -> bool:

@@ -27,9 +27,9 @@ import numpy.typing as npt
 from npu_gr.catalogue.trie import I32, Mask
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.lines import read_lines
 from npu_gr.core.names import item_id
 from npu_gr.core.words import quoted
-from npu_gr.features.interactions import read_lines
 
 Column = npt.NDArray[Any]  # bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
 FeatureValue = str | int | float

@@ -27,7 +27,7 @@ from npu_gr.catalogue.records import Column, Features, Items
 from npu_gr.catalogue.trie import Codebooks, Mask, Trie
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CatalogueError, DataError
-from npu_gr.core.published import Published
+from npu_gr.core.lifetime import Published
 from npu_gr.core.words import cut, quoted
 
 

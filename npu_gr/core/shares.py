@@ -6,10 +6,13 @@ tenant left behind goes to those that came after it.
 
 Invariant: at most `MAX_TENANTS` tenants, and those that have a weight by name, have an account of their own; all others
 share one. So invented tenants cost no memory, and together they get what one tenant gets.
+
+`TokenBucket` limits a rate.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, ValuesView
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -107,3 +110,29 @@ class Shares(Generic[A]):
     @staticmethod
     def _wants(account: A, now_at: float) -> bool:
         return now_at - account.asked_at < WANTS_S
+
+
+class TokenBucket:
+    """Limits a rate to `rate_per_s` takes a second, of which `burst` may come at once."""
+
+    def __init__(self, rate_per_s: float, burst: float) -> None:
+        """Begin full.
+
+        Args:
+            rate_per_s: tokens that come in.
+            burst: tokens that it holds at most; less than 1 is 1, else nobody could ever take one.
+        """
+        self.rate_per_s = rate_per_s
+        self.burst = max(burst, 1.0)
+        self._level = self.burst
+        self._filled_at = -math.inf  # no take yet
+
+    def take(self, now_at: float) -> bool:
+        """Take one token at an instant of any clock that never goes back. Returns False if there is none."""
+        if self._filled_at > -math.inf:
+            self._level = min(self.burst, self._level + (now_at - self._filled_at) * self.rate_per_s)
+        self._filled_at = now_at
+        if self._level < 1.0:
+            return False
+        self._level -= 1.0
+        return True

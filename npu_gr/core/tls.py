@@ -22,7 +22,7 @@ import msgspec
 
 from npu_gr.core.certificate import expires_at
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.tasks import running
+from npu_gr.core.lifetime import running
 
 log = logging.getLogger(__name__)
 

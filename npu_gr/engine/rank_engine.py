@@ -33,7 +33,7 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.feature_rows import FeatureValues, NewItems
 from npu_gr.model.history_tokens import Tokens
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import HostTokens, Past, Segment
+from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 
 FOUND = 200  # items that the warm-up finds
 

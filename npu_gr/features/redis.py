@@ -147,7 +147,7 @@ class RedisStore:
             log.warning("features.url: histories cross the network in clear; use rediss://")
         store = cls(Redis.from_pool(pool), config)
         try:
-            await store._run(store._client.ping())
+            await _run(store._client.ping())
         except StoreFailed as error:
             await store.close()
             raise ConfigError(f"features.url: no answer from {config.redis_url}: {error}") from None
@@ -182,7 +182,7 @@ class RedisStore:
                 return await self._append_once(one)
             case Mode.REPLACE:
                 events = one.events[-self._max_events :]
-                await self._run(self._put(_keys(one.user), _put_arguments(one.user, events, 0, "")))
+                await _run(self._put(_keys(one.user), _put_arguments(one.user, events, 0, "")))
                 return Written(len(events), len(events))
             case Mode.MERGE:
                 while (written := await self._merge(one)) is None:
@@ -199,7 +199,7 @@ class RedisStore:
             arguments[3:] = [made.key, made.events, keep_s, self._config.max_idempotency_keys]
         for entry in pack_entries(key, one.events, data):
             arguments += entry
-        while (done := await self._run(self._append(_keys(one.user), arguments))) == scripts.OLD:
+        while (done := await _run(self._append(_keys(one.user), arguments))) == scripts.OLD:
             await self._move_old(one.user)
         if done == scripts.OTHER:
             raise Unprocessable("idempotency_key: it was used for other events")
@@ -222,7 +222,7 @@ class RedisStore:
         # a history that is written anew counts from 0
         given_up = first + len(all_stored) + merged.num_added - len(merged.events) if merged.is_append else 0
         arguments = _put_arguments(one.user, merged.events, given_up, state)
-        if await self._run(self._put(_keys(one.user), arguments)) in (scripts.CHANGED, scripts.OLD):
+        if await _run(self._put(_keys(one.user), arguments)) in (scripts.CHANGED, scripts.OLD):
             return None
         return Written(len(merged.events), merged.num_added, merged.num_filled)
 
@@ -233,7 +233,7 @@ class RedisStore:
     async def _read_state(self, user: UserKey, num_bytes: int, with_state: str) -> tuple[int, Events, str]:
         """Read the newest events, the index of the first of them, and the state of all."""
         keys, key = _keys(user), key_bytes(user)
-        while (answer := await self._run(self._read(keys, [num_bytes, CHECKED.itemsize, with_state]))) == scripts.OLD:
+        while (answer := await _run(self._read(keys, [num_bytes, CHECKED.itemsize, with_state]))) == scripts.OLD:
             await self._move_old(user)
         first, data, groups, state = answer
         events = unpack_checked(key, data)
@@ -243,19 +243,19 @@ class RedisStore:
         return int(first), events, state.decode()
 
     async def actions(self) -> tuple[str, ...]:
-        return _texts(await self._run(self._client.lrange(_ACTIONS, 0, -1)))
+        return _texts(await _run(self._client.lrange(_ACTIONS, 0, -1)))
 
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
         raw = [name.encode("utf-8", "surrogatepass") for name in names]
-        return _texts(await self._run(self._name([_ACTIONS], raw)))
+        return _texts(await _run(self._name([_ACTIONS], raw)))
 
     async def erase(self, user: UserKey) -> bool:
-        await self._run(self._client.unlink(*_keys(user)))
+        await _run(self._client.unlink(*_keys(user)))
         return True  # there is no file of ours; what the server's own files keep until it rewrites them is its matter
 
     async def num_keys(self, user: UserKey) -> int:
         """Count the keys that exist of a user."""
-        return int(await self._run(self._client.exists(*_keys(user))))
+        return int(await _run(self._client.exists(*_keys(user))))
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -263,23 +263,25 @@ class RedisStore:
     async def _move_old(self, user: UserKey) -> None:
         """Write the records of an older version again, with checksums; another instance may do it first."""
         keys = _keys(user)
-        data = await self._run(self._client.get(keys[-1])) or b""
+        data = await _run(self._client.get(keys[-1])) or b""
         if len(data) % EVENT.itemsize:
             raise damaged(f"{len(data)} bytes are not whole records")
-        await self._run(self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)]))
+        await _run(self._move(keys, [pack_checked(key_bytes(user), unpack(data)), len(data)]))
 
-    async def _run(self, answer: Awaitable[Any]) -> Any:
-        from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
 
-        try:
-            return await answer
-        except (RedisError, OSError) as error:
-            name = type(error).__name__
-            # the server answered: say what; else the text may hold the address and its password
-            text = f"{name}: {error}" if isinstance(error, ResponseError) else name + tls_trouble(error)
-            full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
-            fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
-            raise StoreFailed(f"the history store does not answer: {text}", fault) from error
+async def _run(answer: Awaitable[Any]) -> Any:
+    """Wait for an answer of Redis. Raises StoreFailed."""
+    from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+
+    try:
+        return await answer
+    except (RedisError, OSError) as error:
+        name = type(error).__name__
+        # the server answered: say what; else the text may hold the address and its password
+        text = f"{name}: {error}" if isinstance(error, ResponseError) else name + tls_trouble(error)
+        full = isinstance(error, OutOfMemoryError) or "OOM" in str(error) or "MISCONF" in str(error)
+        fault = StoreFault.DISK_FULL if full else StoreFault.UNAVAILABLE
+        raise StoreFailed(f"the history store does not answer: {text}", fault) from error
 
 
 def _unnamed() -> dict[str, Any]:

@@ -34,6 +34,26 @@ class HeldPermit(HeldSlot, Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
+class ObservedWork(Protocol):
+    """What can be read of the requests that are active, waiting and suspended."""
+
+    def counts(self, kind: str) -> dict[str, int]:
+        """Count a kind's requests by where they are: waiting, inside, outside."""
+        ...
+
+    def pace_s(self, kind: str) -> float:
+        """Seconds a request of a kind."""
+        ...
+
+    def window(self, kind: str) -> int:
+        """Requests of a kind that may be active while no other kind is."""
+        ...
+
+    def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
+        """Return how many requests a proxy should send at once: what takes `share` of the objective."""
+        ...
+
+
 class AdmissionControl(Protocol):
     """Admission control, which `npu_gr.server.admission.controller` implements."""
 
@@ -60,20 +80,9 @@ class AdmissionControl(Protocol):
         """Queued work over the objectives of its requests."""
         ...
 
-    def counts(self, kind: str) -> dict[str, int]:
-        """Count a kind's requests by where they are: waiting, inside, outside."""
-        ...
-
-    def pace_s(self, kind: str) -> float:
-        """Seconds a request of a kind."""
-        ...
-
-    def window(self, kind: str) -> int:
-        """Requests of a kind that may be active while no other kind is."""
-        ...
-
-    def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
-        """Return how many requests a proxy should send at once: what takes `share` of the objective."""
+    @property
+    def work(self) -> ObservedWork:
+        """What is active."""
         ...
 
 

@@ -37,6 +37,7 @@ from npu_gr.core.errors import (
 )
 from npu_gr.core.history import HistoryRef
 from npu_gr.core.kinds import RANK
+from npu_gr.core.lifetime import deadline
 from npu_gr.core.request import (
     RankAnswer,
     RankRequest,
@@ -47,7 +48,6 @@ from npu_gr.core.request import (
     StageResult,
     Verdict,
 )
-from npu_gr.core.tasks import deadline
 from npu_gr.core.words import quoted
 from npu_gr.jobs.base import Call
 from npu_gr.jobs.cascade_plan import (

@@ -3,7 +3,7 @@
     prompt -> lease of the prompt's KV -> one pass: encode what is missing, search -> items
 
 A request keeps one version of the generator and one of the catalogue in use from its prompt to its items.
-`model_jobs.py` picks the version of the generator that the request names.
+`versions.py` picks the version of the generator that the request names.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from npu_gr.catalogue.versions import Snapshot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ColdUser, NotFound, Unprocessable
 from npu_gr.core.history import HistoryReport, UserKey
+from npu_gr.core.lifetime import InUse
 from npu_gr.core.names import ActionNames
-from npu_gr.core.published import InUse
 from npu_gr.core.request import GenerateAnswer, GenerateRequest, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.words import quoted

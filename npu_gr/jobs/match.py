@@ -21,7 +21,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import MATCH
-from npu_gr.core.published import Published
+from npu_gr.core.lifetime import Published
 from npu_gr.core.request import MatchAnswer, MatchRequest
 from npu_gr.core.served import VectorsInfo
 from npu_gr.core.words import quoted

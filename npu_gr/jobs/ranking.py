@@ -3,7 +3,7 @@
     history -> tokens -> lease of the prefix KV -> one pass over the candidates -> scores
 
 `Ranking` is a checkpoint with its items and its relay; `LateFeatureReader` reads the features that come with a rank,
-behind the cached prefix: what the request says, and what is computed here. `model_jobs.py` picks the version.
+behind the cached prefix: what the request says, and what is computed here. `versions.py` picks the version.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
 from npu_gr.core.feature_schema.computed import CrossFeatures, time_column
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import UserKey
+from npu_gr.core.lifetime import InUse
 from npu_gr.core.names import ActionNames
-from npu_gr.core.published import InUse
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import (

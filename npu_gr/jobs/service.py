@@ -2,9 +2,9 @@
 
     serve      admission -> deadline -> the kind's job -> metrics
 
-    signal     history -> decide -> reserve pages -> start the prefill -> answer at once     jobs/model_jobs.py
-    rank       history -> lease of the prefix KV -> one pass over the candidates             jobs/model_jobs.py
-    generate   history -> lease of the prompt KV -> beam search                              jobs/model_jobs.py
+    signal     history -> decide -> reserve pages -> start the prefill -> answer at once     jobs/versions.py
+    rank       history -> lease of the prefix KV -> one pass over the candidates             jobs/versions.py
+    generate   history -> lease of the prompt KV -> beam search                              jobs/versions.py
     match      history -> the user's vector -> one pass over the items for many requests     jobs/match.py
     recommend  history -> signal -> sources -> hook -> rank                                  jobs/recommend.py
     events     append to the history store                                                   jobs/writes.py
@@ -27,9 +27,9 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
+from npu_gr.core.lifetime import deadline
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.settings import LiveConfig, to_table
-from npu_gr.core.tasks import deadline
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.jobs.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.jobs.base import AdmissionControl, Call, HeldPermit, KindJob

@@ -21,8 +21,7 @@ from npu_gr.core.feature_schema.factors import NUM_FACTORS, ItemFactors
 from npu_gr.core.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues, ItemCodeRows, NewItems
-from npu_gr.model.hstu_layer import ClockMix, HSTULayer, edges_of, head_mlp, head_norm
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import ClockMix, HSTULayer, Segment, edges_of, head_mlp, head_norm
 
 
 class HSTUWeights(nn.Module):

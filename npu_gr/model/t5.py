@@ -240,7 +240,7 @@ class T5(nn.Module):
     def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
         """Run one step of all beams of some requests. The contract is that of `GenerativeModel.decode`."""
         counts = [len(step.tokens) for step in steps]
-        biases = [self._answer_bias(backend, step.unshared.step) for step in steps]
+        biases = [_answer_bias(self, backend, step.unshared.step) for step in steps]
 
         def answer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             own = zip(steps, biases, q.split(counts), k.split(counts), v.split(counts), strict=True)
@@ -252,10 +252,6 @@ class T5(nn.Module):
             return torch.cat(parts) if len(parts) > 1 else parts[0]
 
         return self._decoded(backend, steps, answer)
-
-    def _answer_bias(self, backend: Backend, step: int) -> Tensor:
-        """[1 + slots, H]: the bias of the start token and of each token behind it, for a query in slot `step`."""
-        return self.decoder_bias[backend.upload(self.config.buckets_before(np.arange(step + 1, -1, -1)))]
 
     def _decoded(self, backend: Backend, steps: Sequence[BeamStep], answer: Answer) -> Tensor:
         """Run the decoder's layers for the tokens of some steps; `answer` attends over the answers so far."""
@@ -399,3 +395,8 @@ class _Encoding:
         heads = self._model.config.num_heads
         both = _linear(self._backend, self._hidden, self._model.decoder_layer(index).prompt_kv, 2 * heads)
         self._sink(index, both[:, :heads], both[:, heads:])
+
+
+def _answer_bias(model: T5, backend: Backend, step: int) -> Tensor:
+    """[1 + slots, H]: the bias of the start token and of each token behind it, for a query in slot `step`."""
+    return model.decoder_bias[backend.upload(model.config.buckets_before(np.arange(step + 1, -1, -1)))]

@@ -22,8 +22,8 @@ from yarl import URL
 
 from npu_gr.core.errors import NpuGrError, Unavailable
 from npu_gr.core.kinds import ERASE
+from npu_gr.core.logs import random_id
 from npu_gr.core.tls import client_context
-from npu_gr.core.trace import random_id
 from npu_gr.route.config import InstanceConfig, RouterConfig
 from npu_gr.route.haproxy import certified
 from npu_gr.server.http import from_error, problem

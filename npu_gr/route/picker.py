@@ -28,7 +28,7 @@ import msgspec
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import KINDS, Routing
-from npu_gr.core.tasks import running
+from npu_gr.core.lifetime import running
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.route import external_processor_pb2 as pb
 from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig

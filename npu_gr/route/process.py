@@ -30,8 +30,8 @@ import aiohttp
 from aiohttp import web
 
 from npu_gr.core.errors import ConfigError
+from npu_gr.core.lifetime import running
 from npu_gr.core.process import stop_signals
-from npu_gr.core.tasks import running
 from npu_gr.route import haproxy
 from npu_gr.route.config import InstanceConfig, RouterConfig, load
 from npu_gr.route.discovery import addresses, find

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import web
 
 from npu_gr.core.errors import BadRequest, DeadlineExceeded, NotTaken, NpuGrError, Overloaded, Refusal, Unauthorized
-from npu_gr.core.trace import random_id
+from npu_gr.core.logs import random_id
 from npu_gr.server.codec.media import JSON, MSGPACK, encode
 
 REQUEST_ID = "X-Request-Id"

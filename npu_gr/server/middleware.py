@@ -17,19 +17,18 @@ from aiohttp import web
 from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, UnsupportedMedia
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import KINDS, Kind
+from npu_gr.core.logs import CURRENT, Trace
 from npu_gr.core.request import Answer
-from npu_gr.core.trace import CURRENT, Trace
 from npu_gr.jobs.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
-from npu_gr.server.access_log import AccessLog, EndedRequest
+from npu_gr.server.access_log import AccessLog, EndedRequest, Tracing
 from npu_gr.server.admission.middleware import REJECTED, Admission
 from npu_gr.server.auth.keys import Key, KeyRing
 from npu_gr.server.auth.rules import PAGES, Address, Rule, refuse_foreign_pages, rules
 from npu_gr.server.codec.media import check_type
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.service_protocol import ServiceProtocol
-from npu_gr.server.tracing import Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

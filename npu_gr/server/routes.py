@@ -7,11 +7,11 @@ from pathlib import Path
 
 from aiohttp import web
 
-from npu_gr.core.tasks import running
+from npu_gr.core.lifetime import running
 from npu_gr.core.tls import ServerTls, following
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.process import noted_pauses
-from npu_gr.server.access_log import AccessLog
+from npu_gr.server.access_log import AccessLog, Tracing
 from npu_gr.server.admin_routes import (
     CatalogueRoutes,
     HealthRoutes,
@@ -33,7 +33,6 @@ from npu_gr.server.rpc.server import RPC, open_rpc
 from npu_gr.server.run import PIPELINE, TLS
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.status import Insight, OwnInsight
-from npu_gr.server.tracing import Tracing
 
 
 def build_web_app(

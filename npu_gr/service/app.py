@@ -19,9 +19,9 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed
+from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
-from npu_gr.core.tasks import running
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.features.bulkhead import GuardedStore
 from npu_gr.features.open import open_store
@@ -36,12 +36,12 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.process import Reloaded
 from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.replay.recorder import Recorder
+from npu_gr.server.access_log import spans
 from npu_gr.server.admission.controller import AdmissionController
 from npu_gr.server.recording import OwnRecorder, RecordingService, add_record_routes
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_hangup, serve
 from npu_gr.server.service_protocol import ServiceProtocol
-from npu_gr.server.tracing import spans
 from npu_gr.service.build import open_generation, open_ranking
 from npu_gr.service.config import Config
 from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule

@@ -13,7 +13,6 @@ from npu_gr.jobs.base import KindJob
 from npu_gr.jobs.cascade_plan import NEIGHBOURS, TRANSITIONS, TRUNK
 from npu_gr.jobs.histories import Histories
 from npu_gr.jobs.match import MatchJob, ServedVectors
-from npu_gr.jobs.model_jobs import GenerateJob, RankJob, SignalJob
 from npu_gr.jobs.recommend import Cascade, RecommendJob
 from npu_gr.jobs.scored_items import CoverageRule, Items
 from npu_gr.jobs.sources import (
@@ -26,7 +25,7 @@ from npu_gr.jobs.sources import (
     from_transitions,
     from_trunk,
 )
-from npu_gr.jobs.versions import Versions
+from npu_gr.jobs.versions import GenerateJob, RankJob, SignalJob, Versions
 from npu_gr.jobs.writes import EraseJob, EventsJob, IngestJob
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import Config

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from npu_gr.catalogue.filter_cache import FilterCache
 from npu_gr.catalogue.filters import Filter
 from npu_gr.catalogue.records import Items
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Snapshot, make_snapshot, withdraw
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
+from npu_gr.jobs.served_catalogue import FilterCache
 
 
 def ids(*items: int) -> I64:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from npu_gr.core import trace as ids
+from npu_gr.core import logs as ids
 
 
 @pytest.mark.parametrize("num_bits", [64, 128])

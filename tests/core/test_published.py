@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import DataError, Unavailable
-from npu_gr.core.published import Published
+from npu_gr.core.lifetime import Published
 
 
 def test_nothing_is_served_before_the_first_publication() -> None:

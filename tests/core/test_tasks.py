@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from npu_gr.core.tasks import running
+from npu_gr.core.lifetime import running
 
 
 async def test_work_runs_until_the_block_ends_and_has_ended_then() -> None:

@@ -22,7 +22,7 @@ from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Past, Segment
+from npu_gr.model.hstu_layer import Past, Segment
 
 MOST_BYTES = 32 << 20
 CPU = CPUBackend()

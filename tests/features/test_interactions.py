@@ -18,12 +18,12 @@ import pytest
 from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.history import UserKey
+from npu_gr.core.lines import read_lines
 from npu_gr.features.interactions import (
     FeatureColumn,
     movielens_100k,
     read_interactions,
     read_item_features,
-    read_lines,
 )
 from npu_gr.features.load import features_loaded, load_interactions
 from npu_gr.features.open import open_store

@@ -28,7 +28,7 @@ from npu_gr.core.request import (
 )
 from npu_gr.jobs.service import Service
 from npu_gr.model.feature_rows import FeatureValues
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import load
 from npu_gr.relay.lookup import Inventory
 from tests.features_of import every_feature, random_features, row, values

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from npu_gr.core.errors import ConfigError, Refusal
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.kinds import KINDS, RANK, Kind
+from npu_gr.core.logs import CURRENT, begin
 from npu_gr.core.request import Outcome, RankAnswer, Reason, Verdict
-from npu_gr.core.trace import CURRENT, begin
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.families import Families

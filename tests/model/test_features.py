@@ -13,7 +13,7 @@ from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.schema import OFS, Feature
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import CPU, NONE, Request, Store, tiny_model
 

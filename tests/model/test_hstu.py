@@ -13,7 +13,7 @@ from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.model.hstu_segments import Past
+from npu_gr.model.hstu_layer import Past
 from tests.models import CPU, NONE, Request, Store, cached, full, tiny_model
 
 # Largest allowed difference as a share of the logits' standard deviation; docs/exactness.md.

@@ -15,7 +15,7 @@ from torch import Tensor
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.model.config import write_keys
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import CPU, NONE, Request, Store, full, tiny_config, tiny_model
 

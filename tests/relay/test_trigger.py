@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.request import Verdict
-from npu_gr.core.shares import MAX_TENANTS, WANTS_S
+from npu_gr.core.shares import MAX_TENANTS, WANTS_S, TokenBucket
 from npu_gr.relay.config import TriggerConfig
 from npu_gr.relay.trigger import (
     AtShare,

@@ -15,7 +15,7 @@ from benchmarks.quality_cold import with_new_items
 from npu_gr.model.config import ItemFeature
 from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.service.config import Config
 from tests.decoders import VARIANTS, saved

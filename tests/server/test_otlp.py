@@ -25,8 +25,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from npu_gr.core.settings import from_table
+from npu_gr.server.access_log import spans
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.tracing import spans
 from tests.serving import free_port
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

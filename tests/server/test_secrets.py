@@ -16,8 +16,8 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features.open import open_store
 from npu_gr.features.store import HistoryConfig
+from npu_gr.server.access_log import spans
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.tracing import spans
 from tests.features.redis_server import redis_path
 from tests.models import events
 from tests.server.debug.test_routes import unpacked

@@ -15,8 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 
 from npu_gr.metrics.registry import Metrics
+from npu_gr.server.access_log import Tracing
 from npu_gr.server.routes import build_web_app
-from npu_gr.server.tracing import Tracing
 from npu_gr.service.app import instance
 from tests.models import events
 from tests.serving import FIRST_ID, columns, make_config, write_checkpoint

@@ -23,7 +23,7 @@ from npu_gr.jobs.service import Service
 from npu_gr.jobs.sources import TrunkUse
 from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import load
 from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import CPU, events, tiny_order

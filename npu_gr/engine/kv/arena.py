@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.calls import PagedKV
-from npu_gr.backend.single_stream import SingleStream
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack
+from npu_gr.backend.torch_ops import SingleStream
 from npu_gr.engine.kv.pages import KVLayout, PageRun
 
 Slab = tuple[Tensor, Tensor]

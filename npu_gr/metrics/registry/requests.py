@@ -20,8 +20,8 @@ from npu_gr.core.errors import Refusal
 from npu_gr.core.feature_schema.schema import OFS
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.kinds import KINDS, MATCH, Kind
+from npu_gr.core.logs import exemplar
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome, RankAnswer
-from npu_gr.core.trace import exemplar
 from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
 from npu_gr.metrics.slo import Counts, Interval, Objective, Promise, RecentAnswers, Result, Rolling, is_promised, judge
 

@@ -199,6 +199,19 @@ class ActiveWork:
         self.admitted = 0  # permits that are held, active and suspended
         self.active = 0
 
+    def counts(self, kind: str) -> dict[str, int]:
+        """Count a kind's requests by where they are: waiting, inside, outside."""
+        state = self.kinds[kind]
+        return {"waiting": state.waiting, "inside": state.active, "outside": state.suspended}
+
+    def pace_s(self, kind: str) -> float:
+        """Return the service time of a kind, in seconds a request."""
+        return self.kinds[kind].service_time.seconds
+
+    def window(self, kind: str) -> int:
+        """Return the concurrency limit of a kind while no other kind is active."""
+        return int(self.limit(self.kinds[kind]))
+
     def limit(self, state: KindState) -> float:
         """The concurrency limit of a kind while no other kind is active."""
         fits = self.config.share * state.objective_s / max(state.service_time.seconds, 1e-9)
@@ -273,17 +286,17 @@ class AdmissionController:
         """
         self._config = config
         self._clock = clock
-        self._work = ActiveWork(config, objective_s, batch_requests)
+        self.work = ActiveWork(config, objective_s, batch_requests)
         self._queue = PriorityQueue[QueuedRequest](len(Priority), config.tenant_weights, clock)
-        self._tenants = Tenants(config.tenant_weights, self._work.min_active, clock)
+        self._tenants = Tenants(config.tenant_weights, self.work.min_active, clock)
         self._tick: asyncio.TimerHandle | None = None
 
     def reconfigure(self, config: AdmissionConfig, objective_s: Callable[[str], float]) -> None:
         """Apply other settings from now on; what was learnt stays."""
-        self._config = self._work.config = config
+        self._config = self.work.config = config
         self._tenants.weights = config.tenant_weights
         self._queue.weigh(config.tenant_weights)
-        for state in self._work.kinds.values():
+        for state in self.work.kinds.values():
             state.objective_s = objective_s(state.kind.name)
 
     # ---- for metrics, the brown-out and the proxy
@@ -291,7 +304,7 @@ class AdmissionController:
     @property
     def admitted(self) -> int:
         """Permits that are held, active and suspended."""
-        return self._work.admitted
+        return self.work.admitted
 
     @property
     def waiting(self) -> int:
@@ -303,24 +316,7 @@ class AdmissionController:
         """Queued work over the objectives of its requests, once the queue stands; 0 for a burst that passes."""
         if self._queue.stood_s() <= STANDING_S:
             return 0.0
-        return sum(one.waiting * one.service_time.seconds / one.objective_s for one in self._work.kinds.values())
-
-    def counts(self, kind: str) -> dict[str, int]:
-        """Count a kind's requests by where they are: waiting, inside, outside."""
-        state = self._work.kinds[kind]
-        return {"waiting": state.waiting, "inside": state.active, "outside": state.suspended}
-
-    def pace_s(self, kind: str) -> float:
-        """Return the service time of a kind, in seconds a request."""
-        return self._work.kinds[kind].service_time.seconds
-
-    def window(self, kind: str) -> int:
-        """Return the concurrency limit of a kind while no other kind is active."""
-        return int(self._work.limit(self._work.kinds[kind]))
-
-    def proxy_limit(self, share: float, at_least: int, at_most: int) -> int:
-        """Return how many requests a proxy should send at once: what takes `share` of the objective."""
-        return self._work.proxy_limit(share, at_least, at_most)
+        return sum(one.waiting * one.service_time.seconds / one.objective_s for one in self.work.kinds.values())
 
     # ---- arriving
 
@@ -336,7 +332,7 @@ class AdmissionController:
         Raises:
             Overloaded: it could not be answered in time, or its tenant has no signals left.
         """
-        state = self._work.kinds[kind]
+        state = self.work.kinds[kind]
         budget_s = min(state.objective_s, budget_s)
         self._tenants.saw(tenant)
         if not self._config.enabled:
@@ -367,30 +363,30 @@ class AdmissionController:
 
     def would_reject(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> bool:
         """Whether `enter` would reject this request at once for its time; nothing changes."""
-        state = self._work.kinds[kind]
+        state = self.work.kinds[kind]
         if not self._config.enabled or (self._has_room(state) and not self._queue.is_anybody_before(state.priority)):
             return False
         return self._would_be_late(state, tenant, arrived_at, min(state.objective_s, budget_s))
 
     def _has_room(self, state: KindState) -> bool:
-        return self._work.has_room(state, are_sharing=self._config.enabled and self._tenants.are_sharing())
+        return self.work.has_room(state, are_sharing=self._config.enabled and self._tenants.are_sharing())
 
     def _would_be_late(self, state: KindState, tenant: str, arrived_at: float, budget_s: float) -> bool:
         target = TARGET_STANDING if self._queue.stood_s() > STANDING_S else TARGET_BURST
-        ahead_s = self._work.seconds(state.priority)
+        ahead_s = self.work.seconds(state.priority)
         ahead_s += self._queue.ahead_s(state.priority, tenant, arrived_at + budget_s)
         return self._clock() + ahead_s + state.service_time.seconds > arrived_at + target * budget_s
 
     def _admit(self, state: KindState, tenant: str, arrived_at: float) -> Permit:
         holder = self._tenants.admitted(tenant, uses_device=state.kind.uses_device)
-        self._work.admitted += 1
-        self._work.add(state)
+        self.work.admitted += 1
+        self.work.add(state)
         return Permit(self, state, holder, arrived_at)
 
     # ---- permits
 
     def _left(self, state: KindState, holder: Holder) -> None:
-        self._work.left(state, self._clock())
+        self.work.left(state, self._clock())
         self._tenants.left(holder)
         self._serve_next()
 
@@ -398,7 +394,7 @@ class AdmissionController:
         """Count a permit as suspended, or with -1 as active again."""
         state.suspended += num
         holder.active -= num
-        self._work.add(state, -num)
+        self.work.add(state, -num)
         if self._queue and num > 0:
             # later, because a block that need not wait at all is back before then
             asyncio.get_running_loop().call_soon(self._serve_next)
@@ -409,9 +405,9 @@ class AdmissionController:
         """Admit whoever is first in turn while there is room; reject whoever would be late by now."""
         while self._queue:
             queued = self._queue.first(self._over_their_share, self._tenants.full())
-            if queued is None or not self._has_room(state := self._work.kinds[queued.kind]):
+            if queued is None or not self._has_room(state := self.work.kinds[queued.kind]):
                 return
-            if queued.permit.cancelled() or (self._is_late(queued) and self._work.active >= self._work.min_active):
+            if queued.permit.cancelled() or (self._is_late(queued) and self.work.active >= self.work.min_active):
                 self._reject(queued)
                 continue
             self._queue.take(queued, state.priority)
@@ -419,8 +415,8 @@ class AdmissionController:
             queued.permit.set_result(self._admit(state, queued.tenant, queued.arrived_at))
 
     def _over_their_share(self, waiting: Set[str]) -> Set[str]:
-        of_permits = self._work.admitted + 1 >= self._config.max_inflight  # the last one is about to go
-        num = self._work.admitted if of_permits else self._work.active
+        of_permits = self.work.admitted + 1 >= self._config.max_inflight  # the last one is about to go
+        num = self.work.admitted if of_permits else self.work.active
         return self._tenants.over_their_share(waiting, num, of_permits=of_permits)
 
     def _reject(self, queued: QueuedRequest) -> None:
@@ -429,7 +425,7 @@ class AdmissionController:
             queued.permit.set_exception(_rejection(Refusal.LATE))
 
     def _remove(self, queued: QueuedRequest) -> None:
-        state = self._work.kinds[queued.kind]
+        state = self.work.kinds[queued.kind]
         self._queue.drop(queued, state.priority)
         state.waiting -= 1
 
@@ -445,7 +441,7 @@ class AdmissionController:
 
     def _is_late(self, queued: QueuedRequest) -> bool:
         """Whether a request would be late even if it were admitted now."""
-        done_at = self._clock() + self._work.seconds(self._work.kinds[queued.kind].priority) + queued.cost_s
+        done_at = self._clock() + self.work.seconds(self.work.kinds[queued.kind].priority) + queued.cost_s
         return done_at > queued.arrived_at + TARGET * queued.budget_s
 
 

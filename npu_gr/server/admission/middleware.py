@@ -68,7 +68,7 @@ class Admission:
         self._counts: Counter[str] = Counter()  # rejections by kind, since the last line of the log
         self.receiving_bytes = 0  # of bodies that arrive, wait or are served
         self.paused = 0  # rejections that wait
-        metrics.door.observe(controller, lambda: self.paused, lambda: self.receiving_bytes)
+        metrics.door.observe(controller.work, lambda: self.paused, lambda: self.receiving_bytes)
 
     async def receive(
         self,
@@ -185,7 +185,7 @@ class Admission:
         """
         if not is_ready:
             return b"drain\n"
-        return b"up ready maxconn:%d\n" % self._controller.proxy_limit(AGENT_SHARE, *AGENT_LIMITS)
+        return b"up ready maxconn:%d\n" % self._controller.work.proxy_limit(AGENT_SHARE, *AGENT_LIMITS)
 
     async def watch(self) -> None:
         """Log rejections once a second, until cancelled."""

@@ -31,11 +31,11 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from npu_gr.core.bucket import TokenBucket
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Refusal, Unauthorized
 from npu_gr.core.kinds import Scope
 from npu_gr.core.logs import SeldomLog
 from npu_gr.core.settings import Positive, parse
+from npu_gr.core.shares import TokenBucket
 
 MIN_CHARACTERS = 24  # of a key: 144 bits if they are random letters and digits
 ANY_TENANT = "*"

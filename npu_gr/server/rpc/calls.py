@@ -30,16 +30,15 @@ from npu_gr.core.errors import (
 )
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import Kind, Scope
+from npu_gr.core.logs import CURRENT
 from npu_gr.core.request import Answer
-from npu_gr.core.trace import CURRENT
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
-from npu_gr.server.access_log import AccessLog, EndedRequest, Failure
+from npu_gr.server.access_log import AccessLog, EndedRequest, Failure, Tracing
 from npu_gr.server.auth.keys import ANYBODY, KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.middleware import ABANDONED
 from npu_gr.server.service_protocol import ServiceProtocol
-from npu_gr.server.tracing import Tracing
 
 log = logging.getLogger(__name__)
 

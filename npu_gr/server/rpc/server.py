@@ -18,12 +18,11 @@ from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.kinds import Scope
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.metrics.registry import Metrics
-from npu_gr.server.access_log import AccessLog
+from npu_gr.server.access_log import AccessLog, Tracing
 from npu_gr.server.auth.keys import KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.status import Insight
-from npu_gr.server.tracing import Tracing
 
 if TYPE_CHECKING:
     import grpc

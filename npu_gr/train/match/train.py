@@ -104,8 +104,8 @@ class Trainer:
         self.data = data
         self.options = options
         self._judge = data.judge()
-        self.source = self._encoder("source", data.source, None)
-        self.target = self._encoder("target", data.target, self.source.users if options.users == "shared" else None)
+        self.source = _encoder("source", data.source, None, options)
+        self.target = _encoder("target", data.target, self.source.users if options.users == "shared" else None, options)
         self.project_users = Projector(options.dim)
         self.project_items = Projector(options.dim)
         self._edges = {"source": _Edges(data.source, options), "target": _Edges(data.target, options)}
@@ -290,19 +290,6 @@ class Trainer:
             validated=validated,
         )
 
-    def _encoder(self, name: str, graph: Graph, users: nn.Parameter | None) -> GraphEncoder:
-        options = self.options
-        return GraphEncoder(
-            graph,
-            dim=options.dim,
-            num_layers=options.num_layers,
-            kind=options.encoder,
-            norm=options.norm,
-            activation=options.activation,
-            users=users,
-            generator=torch.Generator().manual_seed(_seed(options.seed, f"{name} tables")),
-        )
-
     # ---- state
 
     def _modules(self) -> dict[str, nn.Module]:
@@ -455,3 +442,16 @@ def _with(scores: Tensor, prior: Tensor | None) -> Tensor:
 
 def _seed(seed: int, use: str) -> int:
     return xxhash.xxh3_64_intdigest(f"{seed} {use}".encode()) >> 1
+
+
+def _encoder(name: str, graph: Graph, users: nn.Parameter | None, options: MatchOptions) -> GraphEncoder:
+    return GraphEncoder(
+        graph,
+        dim=options.dim,
+        num_layers=options.num_layers,
+        kind=options.encoder,
+        norm=options.norm,
+        activation=options.activation,
+        users=users,
+        generator=torch.Generator().manual_seed(_seed(options.seed, f"{name} tables")),
+    )

@@ -24,7 +24,7 @@ from npu_gr.core.feature_schema.schema import OFS, Of
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_input import cross_features
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.train.data import Batch, Bools, InteractionLog
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.forward import HistoryBatch

@@ -19,7 +19,7 @@ from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.npu.hstu_paged import PAGE_TOKENS, PagedHstu
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from tests.backend.npu import paged
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.models import CPU, events, tiny_model

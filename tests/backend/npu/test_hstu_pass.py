@@ -20,9 +20,8 @@ from npu_gr.backend.npu.limits import VectorUnits
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import HostTokens, Past, Segment
-from npu_gr.model.hstu_whole import told_in_numbers, whole_pass
+from npu_gr.model.hstu import HSTU, told_in_numbers, whole_pass
+from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.on_twin import NAMES, HstuOnTwin
 from tests.models import events, tiny_model

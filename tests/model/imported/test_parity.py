@@ -14,7 +14,7 @@ from torch import Tensor
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.imported.families import FAMILIES
 from npu_gr.model.imported.source import Converted, ForeignCheckpoint, GivenNames
 from npu_gr.model.imported.torcheasyrec_files import PIPELINE, parse_text

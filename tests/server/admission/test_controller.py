@@ -106,7 +106,7 @@ def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_
     small = [held.arrive(tenant="small") for _ in range(PLACES)]
     assert not any(waiting.rejection for waiting in (guest, *small))
     for number in range(PLACES):
-        held.wait(held.admission.pace_s(RANK.name))  # so that the window stays as it is
+        held.wait(held.admission.work.pace_s(RANK.name))  # so that the window stays as it is
         hot.pop().leave()
         assert small[number].permit  # the places go to the small one, which has less than half of them
         assert not guest.permit
@@ -337,9 +337,9 @@ def test_a_suspended_request_gives_the_place_to_others_and_no_queue_waits_for_th
     block = first.permit.outside()
     held.do(block.__enter__)
     assert waiting.permit
-    assert held.admission.counts(RANK.name)["outside"] == 1
+    assert held.admission.work.counts(RANK.name)["outside"] == 1
     held.do(lambda: block.__exit__(None, None, None))
-    assert held.admission.counts(RANK.name)["outside"] == 0
+    assert held.admission.work.counts(RANK.name)["outside"] == 0
     assert held.admission.admitted == len(held.guests)
 
 
@@ -458,7 +458,7 @@ def test_every_request_ends_once_and_the_counts_agree(steps: list[tuple[str, str
             held.wait(after_s)
             suspended = [guest for guest, _ in out]
             active = [one for one in held.guests if one.permit and one not in suspended and one not in left]
-            counts = [held.admission.counts(name) for name in KINDS]
+            counts = [held.admission.work.counts(name) for name in KINDS]
             assert sum(count["inside"] for count in counts) == len(active)  # D2
             assert sum(count["outside"] for count in counts) == len(out)
             waiting = [one for one in held.guests if not one.task.done()]
@@ -542,7 +542,7 @@ def test_the_service_time_stays_between_nothing_and_the_largest_sample(gaps_s: l
 
 def test_what_would_be_rejected_is_and_nothing_changes_by_asking() -> None:
     with Held() as held:
-        held.admission._work.kinds[RANK.name].service_time.seconds = 0.02
+        held.admission.work.kinds[RANK.name].service_time.seconds = 0.02
         asked = []
         for _ in range(12):
             says = held.admission.would_reject(RANK.name, "", held.loop.time(), 1.0)
@@ -554,6 +554,6 @@ def test_what_would_be_rejected_is_and_nothing_changes_by_asking() -> None:
 def test_a_proxy_is_told_how_many_fit_its_share_of_the_objective() -> None:
     with Held() as held:
         for service_s, limit in ((1e-5, 64), (0.0005, 12), (0.001, 6), (1.0, 2)):
-            held.admission._work._mix.service_time.seconds = service_s
-            held.admission._work._mix.objective_s = RANK.objective_s
-            assert held.admission.proxy_limit(0.12, 2, 64) == limit
+            held.admission.work._mix.service_time.seconds = service_s
+            held.admission.work._mix.objective_s = RANK.objective_s
+            assert held.admission.work.proxy_limit(0.12, 2, 64) == limit

@@ -78,7 +78,7 @@ async def test_a_rejection_is_not_parsed_keeps_the_connection_and_is_counted() -
 async def test_a_body_on_its_way_is_rejected_at_once_where_it_would_be_anyway() -> None:
     async with site() as at:
         raw = await at.connect()
-        at.service.admission._work.kinds["rank"].service_time.seconds = 1.0
+        at.service.admission.work.kinds["rank"].service_time.seconds = 1.0
         with await at.service.fill():
             raw.send(RANK + b"Content-Length: 100000\r\n\r\n{")
             assert (await raw.answer())[0] == 429
@@ -93,7 +93,7 @@ async def test_rejections_to_clients_wait_for_their_turn_and_those_to_a_proxy_do
     monkeypatch.setattr("npu_gr.server.admission.middleware.REJECTIONS_PER_S", 0.01)
     async with site(trusted_proxies=["127.0.0.1/32"] if is_proxy else []) as at:
         raw = await at.connect()
-        at.service.admission._work.kinds["rank"].service_time.seconds = 1.0
+        at.service.admission.work.kinds["rank"].service_time.seconds = 1.0
         with await at.service.fill():
             raw.send(WHOLE)
             if is_paused:
@@ -206,8 +206,8 @@ async def test_the_agent_tells_the_limit_and_that_the_instance_drains() -> None:
     async with site() as at:
         pipeline = at.client.server.app[PIPELINE]
         async with agent(pipeline, ServerConfig(agent_port=0)) as port:
-            at.service.admission._work._mix.objective_s = RANK_KIND.objective_s
-            at.service.admission._work._mix.service_time.seconds = RANK_KIND.objective_s * 0.12 / 7.5
+            at.service.admission.work._mix.objective_s = RANK_KIND.objective_s
+            at.service.admission.work._mix.service_time.seconds = RANK_KIND.objective_s * 0.12 / 7.5
             assert await line(port) == b"up ready maxconn:7\n"
             at.service.why_not_ready = "draining"
             assert await line(port) == b"drain\n"

@@ -21,7 +21,7 @@ from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues
 from npu_gr.model.feature_rows import FeatureValues, NewItems
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_input import cross_features
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.evaluate import judged_logits

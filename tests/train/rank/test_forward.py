@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch, _look_up, dropout
 from tests.models import CPU, Request, tiny_model
 

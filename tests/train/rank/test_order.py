@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.order import DECAY, LAST_EVENTS, PRIOR, WEIGHTS, Order
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import F64

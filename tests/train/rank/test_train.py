@@ -17,7 +17,7 @@ from rich.console import Console
 
 from npu_gr.core.errors import DataError
 from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.model.hstu_segments import Segment
+from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.order import Order
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log

@@ -1,4 +1,6 @@
-"""One thing in service, and the one before it: published, rolled back, read without waiting.
+"""How long things live: a version in service, a task beside a block, a block with a deadline.
+
+`Published` holds one thing in service, and the one before it, read without waiting:
 
     publish(a)      current a   previous -
     publish(b)      current b   previous a
@@ -16,11 +18,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from npu_gr.core.errors import DataError, Unavailable
+from npu_gr.core.errors import DataError, DeadlineExceeded, Unavailable
 
 T = TypeVar("T")
 
@@ -136,3 +139,32 @@ class InUse:
             if self._freed is None:
                 self._freed = asyncio.Event()
             await self._freed.wait()
+
+
+@asynccontextmanager
+async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` beside the block; cancel it at the block's end, and wait until it has ended."""
+    task = asyncio.get_running_loop().create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def deadline(budget_s: float) -> AsyncIterator[float]:
+    """Cancel the block when its time is over; the block gets the instant (time.monotonic) at which that is.
+
+    Raises:
+        DeadlineExceeded: the budget ran out; the block was cancelled and has unwound.
+    """
+    at = time.monotonic() + budget_s
+    scope = asyncio.timeout(None if budget_s == float("inf") else budget_s)
+    try:
+        async with scope:
+            yield at
+    except TimeoutError as error:
+        if not scope.expired():
+            raise
+        raise DeadlineExceeded(f"not done within {budget_s * 1e3:.0f} ms") from error
