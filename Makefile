@@ -40,7 +40,7 @@ words: $(VENV)/installed
 # the C and C++ sources; clang-format is in the dev extra, and a machine without it skips this in words
 native: $(VENV)/installed
 	@if [ -x $(BIN)/clang-format ]; then \
-	  find ops tests npu_gr -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror; \
+	  find ops tests npu_gr benchmarks -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror; \
 	else echo "clang-format is not installed: the format of C and C++ was not checked"; fi
 
 files: $(VENV)/installed
@@ -86,7 +86,7 @@ packages: $(VENV)/installed
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix-only --quiet $(CODE)
 	$(BIN)/ruff format $(CODE)
-	@if [ -x $(BIN)/clang-format ]; then find ops tests npu_gr -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
+	@if [ -x $(BIN)/clang-format ]; then find ops tests npu_gr benchmarks -name '*.h' -o -name '*.c' -o -name '*.cpp' | xargs $(BIN)/clang-format -i; fi
 
 # the demo's service under replay, Prometheus (Debian: apt-get install prometheus), the dashboards to open
 monitor: can-monitor $(VENV)/installed

@@ -148,9 +148,9 @@ typedef struct {
   size_t have;
   int64_t left;  // of the answer's body; -1 = the head is not whole
   int status;
-  bool closes;          // the server said that it closes after this answer
-  int64_t due_at;       // of its request
-  int64_t wakes_at;     // a closed client that waits; 0 = none
+  bool closes;       // the server said that it closes after this answer
+  int64_t due_at;    // of its request
+  int64_t wakes_at;  // a closed client that waits; 0 = none
 } Connection;
 
 typedef struct Stream {
@@ -656,9 +656,8 @@ int main(int argc, char **argv) {
   printf(",\"streams\":[");
   for (int n = 0; n < num_streams; n++) {
     Stream *stream = &streams[n];
-    printf(
-        "%s{\"name\":\"%s\",\"span_s\":%.4f,\"server_cpu_s\":%.6f,", n ? "," : "", stream->name,
-        stream->to_s - stream->from_s, (double)(stream->cpu_ns[1] - stream->cpu_ns[0]) * 1e-9);
+    printf("%s{\"name\":\"%s\",\"span_s\":%.4f,\"server_cpu_s\":%.6f,", n ? "," : "", stream->name,
+           stream->to_s - stream->from_s, (double)(stream->cpu_ns[1] - stream->cpu_ns[0]) * 1e-9);
     write_stats(stdout, &stream->stats);
     putchar('}');
   }

@@ -70,9 +70,9 @@ def sections(folder: Path) -> dict[str, Any]:
         "recommend": {**given["recommend"], "popular": str(folder / "popular.txt")},  # else a slow retrieval is 503
         "match": {"vectors": str(folder / "vectors")},
         "record": {"folder": str(folder / "records")},
-        "slo": PATIENT,  # a busy machine: requests get through the door
+        "slo": PATIENT,  # a busy machine: requests are admitted
         "admission": {"max_inflight": 64},
-        "server": {"header_timeout_s": 2.0, "body_timeout_s": 2.0, "log_requests": "slow", "max_connections": 512},
+        "server": {"body_timeout_s": 2.0, "log_requests": "slow"},
     }
 
 
