@@ -49,6 +49,7 @@ ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignor
 NO_ROUTE = "none"  # in the place of a pattern
 OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
 EVERYTHING = Address()  # of a listener that is not ours
+PUBLIC_ONLY = Address(is_admin=False, refuses_foreign_hosts=True)
 _NO_LIMIT_S = float("inf")
 _CLOSING = (401, 408, 413, 415)  # after these an answer closes its connection: the caller must begin anew
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
@@ -88,8 +89,8 @@ class Pipeline:
         self._kinds = {(kind.method, path): kind for kind in KINDS.values() for path in kind.paths}
         self._rules = rules()
         self._health = {path for (_, path), rule in self._rules.items() if rule.scope is None and path not in PAGES}
-        # by port, or path of a Unix socket; what is not in it is served everything
-        self.addresses: dict[int | str, Address] = {}
+        # by port, or path of a Unix socket; None = whoever embeds the application has listeners of its own
+        self.addresses: dict[int | str, Address] | None = None
 
     def middleware(self) -> Any:
         """Make aiohttp's middleware."""
@@ -99,6 +100,10 @@ class Pipeline:
             return await self._handle(request, handler)
 
         return handle
+
+    def serve_at(self, name: int | str, address: Address) -> None:
+        """Serve an address, by its port or its Unix socket; every other one serves the public routes alone."""
+        self.addresses = {**(self.addresses or {}), name: address}
 
     def malformed(self) -> None:
         """Count a message that is no HTTP; aiohttp has answered it with 400."""
@@ -168,7 +173,10 @@ class Pipeline:
 
     def _address(self, request: web.Request) -> Address:
         name = None if request.transport is None else request.transport.get_extra_info("sockname")
-        return self.addresses.get(name[1] if isinstance(name, tuple) else name or "", EVERYTHING)
+        if self.addresses is None:
+            return EVERYTHING
+        # a connection that is gone has no name: it must not reach what its address does not serve
+        return self.addresses.get(name[1] if isinstance(name, tuple) else name or "", PUBLIC_ONLY)
 
     async def _check_key(self, request: web.Request, rule: Rule | None) -> None:
         """Check that the client's key allows the request, and spend its rate.

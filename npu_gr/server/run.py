@@ -53,6 +53,7 @@ async def serve(
         ConfigError: an address cannot be bound.
     """
     runner = make_runner(app, config)
+    app[PIPELINE].addresses = {}  # nothing is served at an address before it is known
     rpc = app.get(RPC)
     await runner.setup()
     try:
@@ -133,7 +134,7 @@ async def _listen(runner: web.AppRunner, app: web.Application, config: ServerCon
     except OSError as error:
         raise ConfigError(f"server.{field}host, server.{field}port: cannot listen on {host}:{port}: {error}") from error
     port = int(runner.addresses[-1][1])
-    app[PIPELINE].addresses[port] = address
+    app[PIPELINE].serve_at(port, address)
     what = field.replace("_", " ")
     log.info("%slistening on %s:%d%s", what, host, port, "" if context is None else ", TLS")
     return port
@@ -141,8 +142,8 @@ async def _listen(runner: web.AppRunner, app: web.Application, config: ServerCon
 
 async def listen_at(runner: web.AppRunner, app: web.Application, address: Address, path: str) -> None:
     """Listen at a Unix socket."""
+    app[PIPELINE].serve_at(path, address)
     await web.UnixSite(runner, path).start()
-    app[PIPELINE].addresses[path] = address
 
 
 @asynccontextmanager

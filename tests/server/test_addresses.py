@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
+from aiohttp.test_utils import TestServer, make_mocked_request
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.server.auth.rules import PAGES, rules
@@ -102,6 +102,16 @@ async def test_no_spelling_of_a_path_gets_around_the_address(path: str) -> None:
         assert await at.status(URL(at.public + path, encoded=True)) == 404  # type: ignore[arg-type]
         assert await at.status(URL(at.public + "/v1/models/reload", encoded=True), "POST") == 404  # type: ignore[arg-type]
         assert at.service.served == []
+
+
+async def test_a_connection_that_is_gone_reaches_no_route_of_operators() -> None:
+    async with site() as at:
+        pipeline = at.app[PIPELINE]
+        gone = make_mocked_request("POST", "/v1/models/reload")
+        gone._protocol.transport = None
+        assert gone.transport is None
+        assert not pipeline._address(gone).serves("/v1/models/reload")
+        assert pipeline._address(gone).serves("/v1/rank")
 
 
 async def test_the_same_address_named_twice_serves_everything() -> None:
