@@ -1,4 +1,4 @@
-"""The jobs that wait for the device, and which of them form the next pass. Pure: no thread, no tensor, no clock.
+"""The jobs that wait for the device, and which of them form the next pass. Pure: no tensor, no clock.
 
 A job is a unit of device work. Its submitter may change its order while it waits or runs:
 
@@ -33,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
@@ -235,13 +236,14 @@ class _Batch:
 
 
 class JobQueue:
-    """A heap of waiting jobs by `order_at`. One thread at a time.
+    """A heap of waiting jobs by `order_at`. Any thread may call every method; a lock guards each call.
 
     A job that leaves early, or is hastened, leaves its old place in the heap behind; `_pop` skips such places.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._lock = threading.RLock()
         self._heap: list[tuple[float, int, Job]] = []
         self._numbers = itertools.count()  # of equal `order_at`, the job that was put first goes first
         self._preemptible: dict[Job, None] = {}  # oldest first
@@ -265,8 +267,10 @@ class JobQueue:
 
     def ahead_s(self, order_at: float) -> float:
         """Estimated device seconds of the waiting jobs that would run before a job of this order."""
-        ahead = (job for at, _, job in self._heap if at <= order_at and job.is_waiting and at == job.order_at)
-        return sum(job.estimate_s + sum(step.estimate_s for step in job.rest) for job in ahead) * self.slowdown.value
+        with self._lock:
+            ahead = (job for at, _, job in self._heap if at <= order_at and job.is_waiting and at == job.order_at)
+            ahead_s = sum(job.estimate_s + sum(step.estimate_s for step in job.rest) for job in ahead)
+        return ahead_s * self.slowdown.value
 
     def put(self, job: Job, now_at: float, *, force: bool = False) -> Job | None:
         """Take a job in.
@@ -282,6 +286,10 @@ class JobQueue:
         Raises:
             Overloaded: the queue is full, and no job in it may be shed for this one.
         """
+        with self._lock:
+            return self._put(job, now_at, force)
+
+    def _put(self, job: Job, now_at: float, force: bool) -> Job | None:
         arrived_at = now_at if job.arrived_at is None else job.arrived_at
         if job.preemptible:  # behind every request, the oldest first, unless a request waits for it
             job.order_at = min(job.order_at, arrived_at + BEHIND_S)
@@ -324,8 +332,9 @@ class JobQueue:
 
     def withdraw(self, job: Job) -> bool:
         """Take a job out, and its later steps. Returns False if it is not waiting: the step that runs is its last."""
-        job.rest = ()
-        return self._leave(job)
+        with self._lock:
+            job.rest = ()
+            return self._leave(job)
 
     def _is_under_its_share(self, tenant: str) -> bool:
         """Whether a tenant would hold less than its share of what waits and of the newest pass, with one more.
@@ -358,13 +367,18 @@ class JobQueue:
 
     def hasten(self, job: Job, order_at: float) -> None:
         """Move a job forward because something more urgent waits for it. If a step of it runs, the later steps move."""
-        if order_at < job.order_at:
-            job.order_at = order_at
-            if job.is_waiting:
-                self._push(job)
+        with self._lock:
+            if order_at < job.order_at:
+                job.order_at = order_at
+                if job.is_waiting:
+                    self._push(job)
 
     def take(self, now_at: float) -> NextPass:
         """Decide on the next pass, and take its jobs out."""
+        with self._lock:
+            return self._take(now_at)
+
+    def _take(self, now_at: float) -> NextPass:
         expired: list[Job] = []
         first = self._pop(now_at, expired)
         if first is None:
@@ -396,8 +410,9 @@ class JobQueue:
 
     def drain(self) -> list[Job]:
         """Take every waiting job out."""
-        left = [job for _, _, job in self._heap if self.withdraw(job)]
-        self._heap.clear()
+        with self._lock:
+            left = [job for _, _, job in self._heap if self.withdraw(job)]
+            self._heap.clear()
         return left
 
     def _push(self, job: Job) -> None:
