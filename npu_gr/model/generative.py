@@ -89,14 +89,13 @@ class BeamStep:
         """
         own = self.unshared
         slab = own.write(layer, k, v)
-        return self._attention(backend)(BeamCall(q, self.shared(layer), slab, own.step + 1, own.ancestry, scale))
+        slots, ancestry = own.step + 1, own.ancestry
+        return backend.beam_attention(BeamCall(q, self.shared(layer), slab, slots, ancestry, scale, self.split))
 
     def read_prompt(self, backend: Backend, layer: int, q: Tensor, scale: float) -> Tensor:
         """Attend over the prompt alone: [rows, Hq, D] of q [rows, Hq, D]. The arguments are those of `attend`."""
-        return self._attention(backend)(BeamCall(q, self.shared(layer), self.unshared.slabs(layer), 0, None, scale))
-
-    def _attention(self, backend: Backend) -> Callable[[BeamCall], Tensor]:
-        return backend.beam_attention if self.split else backend.beam_attention_plain
+        slab = self.unshared.slabs(layer)
+        return backend.beam_attention(BeamCall(q, self.shared(layer), slab, 0, None, scale, self.split))
 
 
 class Begun(NamedTuple):
