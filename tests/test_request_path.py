@@ -29,7 +29,7 @@ REQUESTS = {"rank": RANK, "generate": ITEMS, "recommend": ITEMS}
 CLOCKS = {str(ROOT / "server/loop_lag.py"), str(ROOT / "metrics/registry/process.py")}
 WARM, MEASURED = 2, 10
 
-# Each is what holds now; lower it when it can be. The goals: 45, 55 and 60 files, 8 packages, 15 methods, 6 classes
+# Each is what holds now; lower it when it can be. The goals: 45, 55 and 60 files, 8 packages, 20 methods, 6 classes
 # with many, 72,000 lines.
 MOST_FILES = {"rank": 45, "generate": 55, "recommend": 66}
 MOST_PACKAGES = {"rank": 8, "generate": 9, "recommend": 9}

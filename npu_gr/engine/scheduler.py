@@ -72,7 +72,7 @@ class Scheduler:
 
     def weigh(self, tenant_weights: Mapping[str, float]) -> None:
         """Set the weights of tenants' shares of the queue; all that are not named have 1."""
-        self._streams.queue.weights = tenant_weights
+        self._streams.queue.shares.weights = tenant_weights
 
     @property
     def depth(self) -> int:

@@ -294,7 +294,7 @@ async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: F
         await it.scheduler.stop()
     assert not npu.races
     assert len(npu.streams) == 2 + streams, "the default one, the copies', one a device thread"
-    copies = it.backend._copies.index  # type: ignore[attr-defined]
+    copies = it.backend._copies.index
     order = [call for call in npu.calls if call in (("wait_event", copies), ("record", copies))]
     assert streams > 1 or order == [("wait_event", copies), ("record", copies)] * (len(order) // 2)
     assert len(order) >= 2 * 2 * 6
