@@ -27,7 +27,7 @@ from npu_gr.core.logs import CURRENT, begin
 from npu_gr.core.request import Outcome, RankAnswer, Reason
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.hstu import HSTU
-from npu_gr.server.access_log import AccessLog, Call
+from npu_gr.server.access_log import AccessLog, ServerCall
 from npu_gr.server.access_log import log as request_log
 from npu_gr.server.config import ServerConfig
 from npu_gr.service.config import SLOConfig
@@ -72,7 +72,7 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
         CURRENT.set(trace)
         count()
         now_at = time.monotonic()
-        call = Call(
+        call = ServerCall(
             method="POST",
             route="/v1/rank",
             headers={},

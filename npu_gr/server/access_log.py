@@ -51,7 +51,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None  # what the caller was told, as far as it holds no word of the caller's
 
 
-class Call(msgspec.Struct, kw_only=True):
+class ServerCall(msgspec.Struct, kw_only=True):
     """A request from its head to its end, over HTTP or gRPC: what was found out of it so far."""
 
     method: str
@@ -95,7 +95,7 @@ class AccessLog:
         self.on_line: Callable[[str, AccessLine], None] = self.newest.add  # of a request that belongs to a kind
         self._faults = SeldomLog(logging.getLogger(__name__))
 
-    def write(self, call: Call, status: int, duration_s: float, failure: Failure | None = None) -> None:
+    def write(self, call: ServerCall, status: int, duration_s: float, failure: Failure | None = None) -> None:
         """Log a request that has ended: failed and slow ones as warnings, the others where all are logged.
 
         Args:

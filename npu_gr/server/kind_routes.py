@@ -12,7 +12,7 @@ from aiohttp import web
 from npu_gr.core.errors import BadRequest
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
-from npu_gr.server.access_log import Call
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.fields import B, Codec, Shown, UrlParts
 from npu_gr.server.http import accepted_media, struct_response
@@ -101,7 +101,7 @@ def _handler(
 
 
 def parse_body(
-    call: Call, body: Any, codec: Codec[Any, Q, Any], service: ServiceProtocol, course: Course
+    call: ServerCall, body: Any, codec: Codec[Any, Q, Any], service: ServiceProtocol, course: Course
 ) -> tuple[Q, Shown]:
     """Make a request of a decoded body or of a URL, and say what its answer will say of its items.
 
@@ -121,8 +121,8 @@ def parse_body(
     return codec.parse(body, course.config, shown.names), shown
 
 
-async def ask(call: Call, kind: Kind[Q, A], parsed: Q, shown: Shown, service: ServiceProtocol) -> A:
-    """Ask the service, and note its answer for the end. Raises as `Call.left_s` and `ServiceProtocol.serve` do."""
+async def ask(call: ServerCall, kind: Kind[Q, A], parsed: Q, shown: Shown, service: ServiceProtocol) -> A:
+    """Ask the service, and note its answer. Raises as `ServerCall.left_s` and `ServiceProtocol.serve` do."""
     answer = await service.serve(kind, parsed, call.left_s(), call.permit, shown)
     call.answer = cast("Answer", answer)
     return answer

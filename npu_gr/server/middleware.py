@@ -21,7 +21,7 @@ from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.core.logs import CURRENT
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
-from npu_gr.server.access_log import AccessLog, Call, Tracing
+from npu_gr.server.access_log import AccessLog, ServerCall, Tracing
 from npu_gr.server.admission.middleware import REJECTED, Admission
 from npu_gr.server.auth.keys import KeyRing
 from npu_gr.server.auth.rules import PAGES, Address, Rule, refuse_foreign_pages, rules
@@ -31,7 +31,7 @@ from npu_gr.server.service_protocol import ServiceProtocol
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-CALL = web.RequestKey("call", Call)
+CALL = web.RequestKey("call", ServerCall)
 
 NO_ROUTE = "none"  # in the place of a pattern
 OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
@@ -55,12 +55,14 @@ class Course:
     tracing: Tracing
     config: ServerConfig
 
-    def begin(self, method: str, route: str, headers: Mapping[str, str], kind: Kind[Any, Any] | None = None) -> Call:
+    def begin(
+        self, method: str, route: str, headers: Mapping[str, str], kind: Kind[Any, Any] | None = None
+    ) -> ServerCall:
         """Begin a request whose head is here."""
         now_at = time.monotonic()
         trace, span = self.tracing.begin(f"{method} {route}", headers.get("traceparent"))
         CURRENT.set(trace)
-        return Call(
+        return ServerCall(
             method=method,
             route=route,
             headers=headers,
@@ -72,7 +74,7 @@ class Course:
             kind=kind,
         )
 
-    async def find_key(self, call: Call, scope: Scope | None) -> None:
+    async def find_key(self, call: ServerCall, scope: Scope | None) -> None:
         """Find the caller's key, and check that it has a scope; None = any.
 
         Raises:
@@ -82,7 +84,7 @@ class Course:
         if scope is not None:
             self.keys.require(call.key, scope)
 
-    def limit(self, call: Call, deadline_s: float | None = None) -> None:
+    def limit(self, call: ServerCall, deadline_s: float | None = None) -> None:
         """Find when the caller gives up.
 
         Args:
@@ -99,7 +101,7 @@ class Course:
 
     def end(
         self,
-        call: Call,
+        call: ServerCall,
         status: int,
         error: Exception | None,
         attributes: Mapping[str, str | int] = MappingProxyType({}),
@@ -195,7 +197,7 @@ class Pipeline:
             response.force_close()  # draining: let the balancer's connections go
         return response
 
-    async def _answer(self, request: web.Request, call: Call, handler: Handler) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, call: ServerCall, handler: Handler) -> web.StreamResponse:
         address = self._address(request)
         path = request.path if call.route == NO_ROUTE else call.route
         if not address.serves(path):
@@ -227,7 +229,7 @@ class Pipeline:
         # a connection that is gone has no name: it must not reach what its address does not serve
         return self.addresses.get(name[1] if isinstance(name, tuple) else name or "", PUBLIC_ONLY)
 
-    async def _check_key(self, request: web.Request, call: Call, rule: Rule | None) -> None:
+    async def _check_key(self, request: web.Request, call: ServerCall, rule: Rule | None) -> None:
         """Check that the client's key allows the request, and spend its rate.
 
         Args:
@@ -275,7 +277,7 @@ def _route(request: web.Request) -> str:
     return resource.canonical if resource else NO_ROUTE
 
 
-def _span_attributes(call: Call, status: int) -> dict[str, str | int]:
+def _span_attributes(call: ServerCall, status: int) -> dict[str, str | int]:
     attributes: dict[str, str | int] = {
         "http.request.method": call.method,
         "http.route": call.route,

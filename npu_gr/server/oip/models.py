@@ -33,7 +33,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadRequest, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.words import cut, near, quoted
-from npu_gr.server.access_log import Call
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.bulk import LOOSE_BYTES, count_elements, parts
 from npu_gr.server.codec.fields import MOST_NAMES, Codec, Shown
@@ -225,7 +225,7 @@ class InferRequest(NamedTuple):
     outputs: Mapping[str, bool]  # that are wanted, and whether as raw bytes; {} = all
     is_raw: bool = True  # all are wanted as raw bytes where none is named
 
-    def waits_until(self, call: Call, max_s: float) -> float:
+    def waits_until(self, call: ServerCall, max_s: float) -> float:
         """Find when the caller gives up, by the parameter `timeout` too, which alone replaces the default; 0 is none.
 
         Args:

@@ -22,7 +22,7 @@ from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.words import cut, quoted
 from npu_gr.metrics.registry.requests import AdmissionResult
-from npu_gr.server.access_log import Call
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.codec.fields import Shown
@@ -281,7 +281,7 @@ class Inference:
         }
 
     async def infer(
-        self, call: Call, model: Model, version: str | None, read: Callable[[], InferRequest]
+        self, call: ServerCall, model: Model, version: str | None, read: Callable[[], InferRequest]
     ) -> tuple[InferRequest, InferAnswer]:
         """Answer an infer.
 

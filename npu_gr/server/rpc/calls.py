@@ -21,7 +21,7 @@ from multidict import CIMultiDict
 from npu_gr.core.errors import BadRequest, DeadlineExceeded, NotTaken, NpuGrError, Overloaded, Refusal
 from npu_gr.core.kinds import Scope
 from npu_gr.server import http
-from npu_gr.server.access_log import Call
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.middleware import ABANDONED, Course
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 Metadata = tuple[tuple[str, str], ...]
-Work = Callable[[Call, bytes], Awaitable[bytes]]
+Work = Callable[[ServerCall, bytes], Awaitable[bytes]]
 
 
 async def unary(course: Course, path: str, scope: Scope | None, work: Work, _: Any, context: Any) -> bytes:
@@ -74,7 +74,7 @@ async def stream(
         await context.abort(*status_of(error, call))
 
 
-def begin(course: Course, path: str, context: Any) -> Call:
+def begin(course: Course, path: str, context: Any) -> ServerCall:
     """Begin a call, or one message of a stream; `counted` ends it."""
     headers: CIMultiDict[str] = CIMultiDict()
     for name, value in context.invocation_metadata() or ():
@@ -86,7 +86,7 @@ def begin(course: Course, path: str, context: Any) -> Call:
 
 
 async def counted(
-    course: Course, call: Call, scope: Scope | None, work: Work, context: Any, body: bytes | None = None
+    course: Course, call: ServerCall, scope: Scope | None, work: Work, context: Any, body: bytes | None = None
 ) -> bytes:
     """Run a call, and count, trace and log it however it ends.
 
@@ -127,7 +127,7 @@ async def counted(
         failure = None  # its traceback holds this frame: a cycle would wait for the collector
 
 
-async def _read(course: Course, call: Call, context: Any) -> bytes:
+async def _read(course: Course, call: ServerCall, context: Any) -> bytes:
     left_s = min(call.until_at - time.monotonic(), course.config.body_timeout_s)
     try:
         async with asyncio.timeout(left_s):
@@ -141,12 +141,12 @@ async def _read(course: Course, call: Call, context: Any) -> bytes:
     return body
 
 
-def _about(call: Call) -> Metadata:
+def _about(call: ServerCall) -> Metadata:
     """Trailing metadata of every answer."""
     return (http.REQUEST_ID.lower(), call.request_id), ("traceparent", call.trace.header)
 
 
-def status_of(error: Exception, call: Call) -> tuple[grpc.StatusCode, str, Metadata]:
+def status_of(error: Exception, call: ServerCall) -> tuple[grpc.StatusCode, str, Metadata]:
     """Translate an error: code, text, trailing metadata."""
     if not isinstance(error, NpuGrError):
         return grpc.StatusCode.INTERNAL, http.UNEXPECTED, (*_about(call), (STATUS, "500"))

@@ -19,7 +19,7 @@ from npu_gr import __version__
 from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
 from npu_gr.core.kinds import Scope
 from npu_gr.core.words import cut, quoted
-from npu_gr.server.access_log import Call
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.codec.fields import MOST_NAMES
 from npu_gr.server.oip.models import (
     BYTES,
@@ -99,32 +99,32 @@ class InferenceService:
             "ModelStatistics": (Scope.OBSERVE, self._statistics),
         }
 
-    async def _live(self, _call: Call, _body: bytes) -> bytes:
+    async def _live(self, _call: ServerCall, _body: bytes) -> bytes:
         return _written("inference.ServerLiveResponse", live=True)
 
-    async def _server_ready(self, _call: Call, _body: bytes) -> bytes:
+    async def _server_ready(self, _call: ServerCall, _body: bytes) -> bytes:
         return _written("inference.ServerReadyResponse", ready=self._inference.service.is_ready()[0])
 
-    async def _server(self, _call: Call, _body: bytes) -> bytes:
+    async def _server(self, _call: ServerCall, _body: bytes) -> bytes:
         about = {"name": NAME, "version": __version__, "extensions": EXTENSIONS[1:]}
         return _written("inference.ServerMetadataResponse", **about)
 
-    async def _model_ready(self, _call: Call, body: bytes) -> bytes:
+    async def _model_ready(self, _call: ServerCall, body: bytes) -> bytes:
         asked = _read("inference.ModelReadyRequest", body)
         self._inference.find(asked.name, asked.version or None)
         return _written("inference.ModelReadyResponse", ready=self._inference.service.is_ready()[0])
 
-    async def _metadata(self, _call: Call, body: bytes) -> bytes:
+    async def _metadata(self, _call: ServerCall, body: bytes) -> bytes:
         asked = _read("inference.ModelMetadataRequest", body)
         about = self._inference.metadata(asked.name, asked.version or None)
         return _written("inference.ModelMetadataResponse", **about)
 
-    async def _statistics(self, _call: Call, body: bytes) -> bytes:
+    async def _statistics(self, _call: ServerCall, body: bytes) -> bytes:
         asked = _read("inference.ModelStatisticsRequest", body)
         found = await self._inference.statistics(asked.name, asked.version or None)
         return _written("inference.ModelStatisticsResponse", model_stats=found)
 
-    async def infer(self, call: Call, body: bytes) -> bytes:
+    async def infer(self, call: ServerCall, body: bytes) -> bytes:
         """Answer a ModelInferRequest with a ModelInferResponse; both are bytes.
 
         Admission is the service's: it asks the door itself, with what is left of the caller's time.
@@ -235,7 +235,7 @@ class HealthService:
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
 
-    async def check(self, _call: Call, body: bytes) -> bytes:
+    async def check(self, _call: ServerCall, body: bytes) -> bytes:
         """Answer with the status. Raises NotFound where there is no such service."""
         status = self._status(_read("grpc.health.v1.HealthCheckRequest", body).service)
         if status == SERVICE_UNKNOWN:
