@@ -275,7 +275,7 @@ def test_any_bytes_are_a_log_or_are_refused(
     first = 2 if header else 1
     with in_memory() as con:
         found = SourceTable(
-            con, "log", source, source.columns, lambda cells: f"SELECT *, state AS reason FROM ({cells})"
+            con, "log", source, ["user_id", "item_id"], lambda cells: f"SELECT *, state AS reason FROM ({cells})"
         )
         found.load(ignore_progress)
         seen = [n + first for (n,) in con.execute("SELECT n FROM log WHERE reason >= 0").fetchall()]
