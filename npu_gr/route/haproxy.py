@@ -30,6 +30,7 @@ CONFIG = "haproxy.cfg"
 # What stands for folders that the process knows: of the sockets, and of this file and those beside it.
 FOLDER, HERE = "{folder}", "{here}"
 STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # of the runtime API, and of `route.fan_out`
+HOME, OTHER = "home.sock", "other.sock"  # of the frontend `again`
 QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for the instance
 PATIENCE = 5  # times its objective until an answer is late, and what may be sent again is sent to another instance
 LEAST_PATIENCE_S = 0.25
@@ -108,6 +109,7 @@ def render(config: RouterConfig, material: Material) -> str:
         _frontend(config, material),
         _admin(config, material),
         _users(config, material),
+        _patient(config),
         _any(config, material),
         _everywhere(config, material),
     )
@@ -163,11 +165,6 @@ defaults
 
 def _frontend(config: RouterConfig, material: Material) -> str:
     user = config.user_header
-    priorities = "\n".join(
-        f"  http-request set-priority-class int({int(kind.priority)}) if {{ {_on(kind)} }}"
-        for kind in KINDS.values()
-        if kind.priority
-    )
     return f"""frontend npu_gr
   bind {_address(config.host, config.port)} backlog 4096{_bind_tls(config.tls, material.has_certificate)}
 {_ready()}
@@ -197,9 +194,10 @@ if by_user !named !normal
   # Who asks again at once while the queue is full is answered after a moment, and costs an instance nothing. The queue
   # of an instance holds twice as many, because HAProxy itself answers at once where that is full.
   http-request tarpit deny_status 429 if by_user !normal {{ queue(users) gt {_most_queued(config, material)} }}
-{priorities}
+{_priorities(*KINDS.values())}
 {_overloaded("users")}
   use_backend everywhere if everywhere
+{_full(material)}
   use_backend users if by_user !normal
   default_backend any
 """
@@ -226,16 +224,14 @@ unless metrics METH_GET or changes METH_POST
 """
 
 
+def _special(material: Material) -> list[InstanceConfig]:
+    return [one for one in material.instances if one.special] or material.instances
+
+
 def _users(config: RouterConfig, material: Material) -> str:
     limits, health = config.limits, config.health
-    special = [one for one in material.instances if one.special] or material.instances
     factor = f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n" if config.relay.load_factor >= 1 else ""
-    late = "\n".join(
-        f"  http-request set-timeout server {_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
-        f"if {{ {_on(kind)} }}"
-        for kind in routed(Routing.FOLLOW, Routing.SIGNAL)
-    )
-    servers = "\n".join(f"  {_server(config, material, one)}{_agent(one)}" for one in special)
+    servers = "\n".join(f"  {_server(config, material, one)}{_agent(one)}" for one in _special(material))
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
     return f"""backend users  # signals, ranks and all else that is one user's
   balance hash var(txn.user)
@@ -248,12 +244,38 @@ def _users(config: RouterConfig, material: Material) -> str:
   # no connection. A rank that got no answer, or one from an instance that starts or drains, goes to another instance.
   retry-on conn-failure empty-response response-timeout 503
   http-request disable-l7-retry unless {{ var(txn.follow) -m bool }}
-{late}
+{_late(config, Routing.FOLLOW, Routing.SIGNAL)}
 {_check(config, material)}
   default-server slowstart {_ms(health.return_s)} observe layer7 error-limit {health.failures} on-error mark-down \
 maxconn {limits.instance_inflight} maxqueue {2 * limits.instance_queue}
 {_told()}
 {servers}
+"""
+
+
+def _patient(config: RouterConfig) -> str:
+    """Let a rank that has waited out the queue of its user's instance be answered by another.
+
+    An instance that is frozen and not yet found to be down has a queue that HAProxy lets nobody leave (since 3.2 there
+    is `hash-preserve-affinity`). So while an instance is full and others are not, ranks pass through HAProxy twice: the
+    503 of the queue comes from the server `home`, and is tried again at `other`.
+    """
+    user = config.user_header
+    return f"""backend patient
+  balance first
+  retry-on 503
+  http-request set-header {user} %[var(txn.user),url_enc]
+  http-response set-var(txn.answered) bool(true) if {{ res.hdr(X-NpuGr-Instance) -m found }}
+  server home unix@{FOLDER}/{HOME}
+  server other unix@{FOLDER}/{OTHER}
+frontend again
+  bind unix@{FOLDER}/{HOME} mode 600
+  bind unix@{FOLDER}/{OTHER} mode 600 name other
+  http-request set-var(txn.user) req.hdr({user}),url_dec
+  http-request set-var(txn.follow) bool(true)
+{_priorities(*routed(Routing.FOLLOW))}
+  use_backend any if {{ so_name other }}
+  default_backend users
 """
 
 
@@ -263,8 +285,9 @@ def _any(config: RouterConfig, material: Material) -> str:
     return f"""backend any  # what is about nobody or many, and ranks that want no prefix
   balance leastconn
   timeout queue 1s
-  retry-on conn-failure empty-response 503
+  retry-on conn-failure empty-response response-timeout 503
   http-request disable-l7-retry unless METH_GET or {{ var(txn.follow) -m bool }}
+{_late(config, Routing.FOLLOW, when=" { fe_name again }")}
 {_check(config, material)}
   default-server maxconn {8 * config.limits.instance_inflight}
 {_told()}
@@ -339,6 +362,29 @@ def _allowed() -> str:
     refusal = f"content-type application/problem+json string '{_problem('not found')}'"
     lines.append(f"  http-request return status 404 {refusal} unless {' or '.join(names)}")
     return "\n".join(lines)
+
+
+def _priorities(*kinds: Kind[Any, Any]) -> str:
+    return "\n".join(
+        f"  http-request set-priority-class int({int(kind.priority)}) if {{ {_on(kind)} }}"
+        for kind in kinds
+        if kind.priority
+    )
+
+
+def _full(material: Material) -> str:
+    """Send ranks to `patient` while an instance is full and the others are not."""
+    lines = [f"  acl full srv_conn_free(users/{one.name}) le 0" for one in _special(material)]
+    return "\n".join([*lines, "  use_backend patient if follow !normal full { be_conn_free(users) gt 0 }"])
+
+
+def _late(config: RouterConfig, *routings: Routing, when: str = "") -> str:
+    """Set the time after which an answer is late, and what may be sent again is sent to another instance."""
+    return "\n".join(
+        f"  http-request set-timeout server {_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
+        f"if {{ {_on(kind)} }}{when}"
+        for kind in routed(*routings)
+    )
 
 
 def _told() -> str:
