@@ -451,11 +451,6 @@ def routed(*routings: Routing) -> list[Kind[Any, Any]]:
     return [kind for kind in KINDS.values() if kind.routing in routings]
 
 
-def let_through(method: str) -> list[str]:
-    """Return regular expressions of the paths that are let through with a method."""
-    return [_pattern(path) for (on, path), rule in rules().items() if on == method and rule.is_public and rule.scope]
-
-
 def _paths(*routings: Routing) -> list[str]:
     return [path for kind in routed(*routings) for path in kind.paths]
 
