@@ -1,4 +1,4 @@
-"""The status page: the Structs of its JSON, and its HTML. An instance and the router fill the same Structs.
+"""The status page: the Structs of its JSON, and its HTML.
 
 The page is one HTML text. It loads nothing but its JSON, a `StatusReport`, every two seconds. It holds no data of its
 own, so it is served without an API key; it asks the reader for a key when the server refuses the JSON.
@@ -82,19 +82,10 @@ class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: dict[str, float]
 
 
-class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance as the router sees it."""
-
-    name: str
-    state: str
-    requests: int
-    in_flight: int
-
-
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole JSON. The page does not show an empty part."""
 
-    name: str  # of the process: "instance" or "router"
+    name: str  # of the process: "instance"
     ready: bool
     why_not: str  # in words, where `ready` is false
     uptime_s: float
@@ -104,7 +95,6 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierStatus] = []
     queue: dict[str, float] = {}  # jobs that wait, requests in flight, and the limits of both
     slow: list[SlowRequest] = []
-    instances: list[InstanceStatus] = []
     models: list[ModelStatus] = []
     tenants: dict[str, Served] = {}  # "" = requests that name none
     links: dict[str, str] = {}  # words -> path on this server
