@@ -14,15 +14,6 @@ from importlib import resources
 import msgspec
 
 
-class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """How one kind of request went lately: columns of one length, the oldest slot first, the last one just over."""
-
-    slot_s: float
-    good: list[int]  # requests answered in time
-    bad: list[int]  # answered late, refused for load, or failed
-    p99_s: list[float | None]  # of the answers; None = there was none
-
-
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     """How one kind of request keeps its objective."""
 
@@ -37,7 +28,6 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     per_s: float  # requests answered in time, a second, over the last minute
     p50_s: float | None  # of the newest requests; None = there were none
     p99_s: float | None
-    timeline: Timeline
 
 
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
