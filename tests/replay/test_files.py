@@ -180,6 +180,6 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
     def absent(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(files, "import_module", absent)
+    monkeypatch.setattr(lines, "import_module", absent)
     with pytest.raises(DataError, match=r"npu_gr\[zstd\]"):
         write(tmp_path / "log.jsonl.zst", RECORDS)

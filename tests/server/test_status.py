@@ -107,7 +107,7 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
 
     keys = write_keys(tmp_path / "keys", entry(), entry("feed", scopes=[Scope.INGEST]))
     headers = bearer()
-    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, service):
+    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, _service):
         for tenant in ("", "shop"):
             await client.post("/v1/rank", json=RANK | {"tenant": tenant}, headers=headers)
 
