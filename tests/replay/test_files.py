@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zstandard
 
+from npu_gr.core import lines
 from npu_gr.core.errors import DataError
-from npu_gr.replay import files
 from npu_gr.replay.files import QueryLog, read, write
 from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions, plan
