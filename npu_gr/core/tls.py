@@ -42,7 +42,7 @@ class ServerTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whom a client believes over TLS, and the certificate that it shows."""
+    """Whom a connection over TLS believes, and the certificate that it shows."""
 
     ca: str | None = None  # PEM file; None = the authorities that the system trusts
     certificate: str | None = None  # PEM file, for a server that wants to know who calls
@@ -54,7 +54,7 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ClientTlsConfig(TlsFiles, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The same of a client that may be told the name to expect."""
+    """Whom a client believes over TLS, and the certificate that it shows."""
 
     server_name: str | None = None  # that the server's certificate must have; None = the name in its address
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.kinds import Scope
+from npu_gr.metrics.slo import Result
 from npu_gr.metrics.status import page
 from tests.keys import bearer, entry, secret, write_keys
 from tests.models import events
@@ -107,7 +108,10 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
 
     keys = write_keys(tmp_path / "keys", entry(), entry("feed", scopes=[Scope.INGEST]))
     headers = bearer()
-    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, _service):
+    async with serving(tmp_path, watched=False, server={"api_keys_file": keys}) as (client, service):
+        rolling = service.parts.metrics.requests.rolling["rank"]
+        for number in range(30):  # of which a third is in time, so that the page names the runbooks
+            rolling.add(time.monotonic(), Result.SLOW if number % 3 else Result.GOOD)
         for tenant in ("", "shop"):
             await client.post("/v1/rank", json=RANK | {"tenant": tenant}, headers=headers)
 
