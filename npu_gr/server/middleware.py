@@ -165,9 +165,9 @@ class Pipeline:
         """Count a message that is no HTTP; aiohttp has answered it with 400."""
         self._course.metrics.requests.broken(400)
 
-    def agent_line(self) -> bytes:
+    def agent_line(self, asker: str) -> bytes:
         """Return what HAProxy's agent-check is told; see `Admission.agent_line`."""
-        return self._admission.agent_line(is_ready=self._service.is_ready()[0])
+        return self._admission.agent_line(asker, is_ready=self._service.is_ready()[0])
 
     async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         route = _route(request)
