@@ -35,7 +35,7 @@ MOST_FILES = {"rank": 45, "generate": 55, "recommend": 66}
 MOST_PACKAGES = {"rank": 8, "generate": 9, "recommend": 9}
 MOST_METHODS = 18  # of any class
 MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 3
-MOST_LINES = 76_900
+MOST_LINES = 76_700
 
 
 class Entered:

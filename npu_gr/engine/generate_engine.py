@@ -418,8 +418,15 @@ class GenerateEngine(PageJobs):
         cached = work.cached.num_tokens if work.cached else 0
         expected_s = self.cost.pass_s(len(work.prompt) - cached, cached, work.options.width)
         work = replace(work, vocabulary=len(self.generator.model.head_weight))
-        done: JobResult[GeneratedItems] = await self.share_pass(
-            work, self.run_batch, expected_s, deadline_at, arrived_at, tenant, "generate"
+        done: JobResult[GeneratedItems] = await self.scheduler.batch(
+            work,
+            self.run_batch,
+            deadline_at,
+            objective_s=self.objective_s,
+            arrived_at=arrived_at,
+            tenant=tenant,
+            estimate_s=expected_s,
+            kind="generate",
         )
         if work.cached is None and done.batch_size == 1:
             self.observe_pass(expected_s, done.device_s)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from npu_gr.backend.base import Backend
 from npu_gr.engine.cost import CostModel, RunningQuantile
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.queue import BatchFn, JobOrder, JobResult
-from npu_gr.engine.scheduler import BatchWork, Scheduler
+from npu_gr.engine.queue import JobOrder, JobResult
+from npu_gr.engine.scheduler import Scheduler
 
 LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this
 # A model that is proven and warmed up beside a serving one submits one job after the other, each to be done by then:
@@ -133,28 +133,6 @@ class PageJobs(PassCosts):
         await self.scheduler.finished(queued.value)  # the copy engine works while the device thread goes on
         done = JobResult(None, queued.queue_s, queued.device_s + time.monotonic() - began_at)
         self.on_copied(pages.target, pages.num_bytes, done)
-
-    def share_pass(
-        self,
-        work: BatchWork,
-        run: BatchFn,
-        expected_s: float,
-        deadline_at: float,
-        arrived_at: float | None,
-        tenant: str,
-        kind: str,
-    ) -> Coroutine[Any, Any, JobResult[Any]]:
-        """Run a request's work in a pass that it may share, within the engine's objective. As `Scheduler.batch`."""
-        return self.scheduler.batch(
-            work,
-            run,
-            deadline_at,
-            objective_s=self.objective_s,
-            arrived_at=arrived_at,
-            tenant=tenant,
-            estimate_s=expected_s,
-            kind=kind,
-        )
 
     async def measure_copy(
         self, dram: KVArena, dram_runs: Sequence[PageRun], runs: Sequence[PageRun], num_tokens: int

@@ -23,7 +23,7 @@ from npu_gr.backend.best_items import Hidden
 from npu_gr.backend.calls import HstuFindCall, HstuIds, HstuSegment
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.feature_schema.encode import Encoded
-from npu_gr.core.kinds import RANK, RECOMMEND
+from npu_gr.core.kinds import RECOMMEND
 from npu_gr.engine.cost import CostModel, fit
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import PageRun
@@ -294,7 +294,15 @@ class RankEngine(PageJobs):
         cached = work.cached.num_tokens if work.cached else 0
         start = cached if work.cached else work.first_token
         expected_s = self.cost.pass_s(len(work.tokens) - start, cached, len(work.candidates))
-        done = await self.share_pass(work, self.forward, expected_s, deadline_at, arrived_at, tenant, RANK.name)
+        done = await self.scheduler.batch(
+            work,
+            self.forward,
+            deadline_at,
+            objective_s=self.objective_s,
+            arrived_at=arrived_at,
+            tenant=tenant,
+            estimate_s=expected_s,
+        )
         if work.cached is None and done.batch_size == 1:
             self.observe_pass(expected_s, done.device_s)
         return _scores(work, done.value, done.queue_s, done.device_s)
@@ -315,7 +323,16 @@ class RankEngine(PageJobs):
         expected_s = self.cost.pass_s(history.demand.tokens, cached, 1) + self.find_s
         if work.ahead:
             expected_s += self.cost.pass_s(0, len(history.tokens), work.ahead.max_candidates)
-        done = await self.share_pass(work, self.find_all, expected_s, deadline_at, arrived_at, tenant, RECOMMEND.name)
+        done = await self.scheduler.batch(
+            work,
+            self.find_all,
+            deadline_at,
+            objective_s=self.objective_s,
+            arrived_at=arrived_at,
+            tenant=tenant,
+            estimate_s=expected_s,
+            kind=RECOMMEND.name,
+        )
         found: NextItems = done.value
         if found.scores is not None:
             found = found._replace(scores=found.scores._replace(queue_s=done.queue_s, device_s=done.device_s))

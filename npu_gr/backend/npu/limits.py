@@ -210,10 +210,6 @@ def shape_limit(shape: HstuShape, units: VectorUnits = LEAST) -> str | None:
 # ---- bytes of one core's buffers at the smallest plan, by the header's formulas
 
 
-def _up(value: int, to: int) -> int:
-    return -(-value // to) * to
-
-
 def _rows_bytes(slots: Slots, page_ids: int, piece: int, size: int) -> int:
     head = max(slots.qk_dim, slots.v_dim)
     widest = head * slots.num_heads
