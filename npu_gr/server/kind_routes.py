@@ -20,7 +20,7 @@ from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.fields import B, Codec, Shown, UrlParts
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import accepted_media, budget_s, struct_response
-from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, PERMIT, USER
+from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, PERMIT, UNTIL_AT, USER
 from npu_gr.server.reading import Reader
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 
@@ -158,6 +158,8 @@ def of_tenant(body: Any, tenant: str) -> Any:
 
 def until(request: web.Request, config: ServerConfig) -> float:
     """Return the instant at which the caller gives up. Raises BadRequest or DeadlineExceeded as `budget_s` does."""
+    if (at := request.get(UNTIL_AT)) is not None:
+        return at
     return request[ARRIVED_AT] + budget_s(request.headers, config.default_budget_s, config.max_budget_s)
 
 

@@ -38,7 +38,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 ID = web.RequestKey("request_id", str)
 ARRIVED_AT = web.RequestKey("arrived_at", float)  # its head: the client's time budget counts from here
 WHOLE_AT = web.RequestKey("whole_at", float)  # the end of its body; before that its head
-LEFT_S = web.RequestKey("left_s", float)  # what was left of the budget then
+UNTIL_AT = web.RequestKey("until_at", float)  # the instant at which the client gives up
+LEFT_S = web.RequestKey("left_s", float)  # what was left until then when its body had come
 PERMIT = web.RequestKey("permit", HeldPermit)  # absent until it is admitted
 KEY = web.RequestKey("key", Key)  # absent where the route needs none
 # set by the handler of the kinds, as far as it comes
@@ -163,10 +164,11 @@ class Pipeline:
             await self._admission.receive(request, None, "", _NO_LIMIT_S, is_counted=address.is_public)
             return await handler(request)
         budget_s = http.budget_s(request.headers, self._config.default_budget_s, self._config.max_budget_s)
+        until_at = request[UNTIL_AT] = request[ARRIVED_AT] + budget_s
         tenant = request[KEY].tenant or ""
         await self._admission.receive(request, kind, tenant, budget_s)
         whole_at = request[WHOLE_AT] = time.monotonic()
-        left_s = request[LEFT_S] = budget_s - (whole_at - request[ARRIVED_AT])
+        left_s = request[LEFT_S] = until_at - whole_at
         with await self._admission.enter(request, kind, tenant, whole_at, left_s) as permit:
             request[PERMIT] = permit
             return await handler(request)
@@ -251,11 +253,13 @@ def _check_media(request: web.Request) -> None:
     Raises:
         UnsupportedMedia: it is compressed, which nothing here inflates, or neither JSON nor msgpack.
     """
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() != "identity":
+    encoding = request.headers.get("Content-Encoding")
+    if encoding is not None and encoding.strip().lower() != "identity":
         raise UnsupportedMedia(f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are")
-    if request.body_exists and not (_is_infer(request) and request.content_type == OCTETS):
-        check_type(request.content_type)
+    if request.body_exists:
+        media = request.content_type
+        if media != OCTETS or not _is_infer(request):
+            check_type(media)
 
 
 def _is_infer(request: web.Request) -> bool:
