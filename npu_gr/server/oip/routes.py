@@ -27,7 +27,7 @@ from npu_gr.server.codec.fields import Shown
 from npu_gr.server.codec.media import JSON, decode, encode
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import BUDGET_HEADERS, json_response
-from npu_gr.server.kind_routes import add_headers, ask, parse_body, until
+from npu_gr.server.kind_routes import Reader, add_headers, ask, parse_body, until
 from npu_gr.server.middleware import ARRIVED_AT, ID, KEY, OCTETS, USER
 from npu_gr.server.oip.models import (
     BYTES,
@@ -41,7 +41,6 @@ from npu_gr.server.oip.models import (
     Tensor,
     pack,
 )
-from npu_gr.server.reading import Reader
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 from npu_gr.server.status import Insight
 
@@ -347,7 +346,7 @@ class InferenceRoutes:
             is_named = any(name in request.headers for name in BUDGET_HEADERS)
             max_s = self._config.max_budget_s
             until_at = asked.infer.waits_until(request[ARRIVED_AT], until_at, max_s, is_named=is_named)
-            answer: Any = await ask(request, kind, parsed, shown, self._service, until_at)
+            answer: Any = await ask(request, kind, parsed, self._service, until_at)
             made = model.answer(answer, request[ID], shown, asked.infer.outputs)
             body, num_json = write(kind.name, asked, made)
             response = web.Response(body=body, content_type=JSON if num_json is None else OCTETS)

@@ -145,7 +145,7 @@ class InferenceService:
         call.until_at = infer.waits_until(call.arrived_at, call.until_at, max_s, is_named=is_named)
         made = model.body(infer, version, config)
         parsed, shown = parse_body(call.key, made, model.codec, self._service, config, self._calls.keys, call.is_about)
-        answer = await self._service.serve(kind, parsed, call.left_s(), None, shown)
+        answer = await self._service.serve(kind, parsed, call.left_s())
         call.answer = answer
         return _response(kind.name, asked.id, model.answer(answer, call.request_id, shown, outputs))
 
