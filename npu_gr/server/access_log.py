@@ -298,7 +298,8 @@ class Tracing:
         if parsed_at is not None:
             parts.append(("read", began_at, parsed_at))
             for stage, seconds in stages_s.items():
-                parts.append((stage, parts[-1][2], parts[-1][2] + seconds))
+                # stages may overlap by a little, and no span ends after the request
+                parts.append((stage, parts[-1][2], min(parts[-1][2] + seconds, now_at)))
             parts.append(("write", parts[-1][2], now_at))
         inside = otel.set_span_in_context(span)
         for name, from_at, to_at in parts:
