@@ -265,7 +265,7 @@ class ActiveWork:
         self._departed_at = now_at if self.active else _NEVER
 
 
-class Lateness:
+class WaitForecast:
     """Says which requests would be answered too late, by the work that is active and the work that waits."""
 
     def __init__(self, work: ActiveWork, queue: PriorityQueue[QueuedRequest], clock: Callable[[], float]) -> None:
@@ -310,7 +310,7 @@ class AdmissionController:
         self._clock = clock
         self.work = ActiveWork(config, objective_s, batch_requests)
         self._queue = PriorityQueue[QueuedRequest](len(Priority), config.tenant_weights, clock)
-        self._lateness = Lateness(self.work, self._queue, clock)
+        self._forecast = WaitForecast(self.work, self._queue, clock)
         self._tenants = Tenants(config.tenant_weights, self.work.min_active, clock)
         self._tick: asyncio.TimerHandle | None = None
 
@@ -361,7 +361,7 @@ class AdmissionController:
         has_place = self._has_room(state) and not self._tenants.is_full(tenant)
         if has_place and not self._queue.is_anybody_before(state.priority):
             return self._admit(state, tenant, arrived_at)
-        if self._lateness.is_late_behind(state, tenant, arrived_at, budget_s):
+        if self._forecast.is_late_behind(state, tenant, arrived_at, budget_s):
             raise _rejection(Refusal.LATE)
         queued = QueuedRequest(kind, tenant, arrived_at, budget_s, state.service_time.seconds)
         self._queue.push(queued, state.priority)
@@ -384,7 +384,7 @@ class AdmissionController:
         state = self.work.kinds[kind]
         if not self._config.enabled or (self._has_room(state) and not self._queue.is_anybody_before(state.priority)):
             return False
-        return self._lateness.is_late_behind(state, tenant, arrived_at, min(state.objective_s, budget_s))
+        return self._forecast.is_late_behind(state, tenant, arrived_at, min(state.objective_s, budget_s))
 
     def _has_room(self, state: KindState) -> bool:
         return self.work.has_room(state, are_sharing=self._config.enabled and self._tenants.are_sharing())
@@ -419,7 +419,7 @@ class AdmissionController:
             queued = self._queue.first(self._over_their_share, self._tenants.full())
             if queued is None or not self._has_room(state := self.work.kinds[queued.kind]):
                 return
-            is_late = self.work.active >= self.work.min_active and self._lateness.is_late(queued)
+            is_late = self.work.active >= self.work.min_active and self._forecast.is_late(queued)
             if is_late or queued.permit.cancelled():
                 self._reject(queued)
                 continue
@@ -445,7 +445,7 @@ class AdmissionController:
     def _check_late(self) -> None:
         """Reject those whose turn will come too late; once more while the queue is not empty."""
         self._tick = None
-        while late := [queued for queued in self._queue.heads() if self._lateness.is_late(queued)]:
+        while late := [queued for queued in self._queue.heads() if self._forecast.is_late(queued)]:
             for queued in late:
                 self._reject(queued)
         self._serve_next()
