@@ -259,11 +259,13 @@ def _check_media(request: web.Request) -> None:
     Raises:
         UnsupportedMedia: it is compressed, which nothing here inflates, or neither JSON nor msgpack.
     """
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() != "identity":
+    encoding = request.headers.get("Content-Encoding")
+    if encoding is not None and encoding.strip().lower() != "identity":
         raise UnsupportedMedia(f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are")
-    if request.body_exists and not (_is_infer(request) and request.content_type == OCTETS):
-        check_type(request.content_type)
+    if request.body_exists:
+        media = request.content_type
+        if media != OCTETS or not _is_infer(request):
+            check_type(media)
 
 
 def _is_infer(request: web.Request) -> bool:
