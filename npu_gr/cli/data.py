@@ -100,7 +100,7 @@ def load(
 )
 @click.option("--item", help="Field with the item.")
 @click.option("--event", help="Field with what was done; needed unless the model has one action.")
-@click.option("--time", "time_field", help="Field with the time; without one the broker's time counts.")
+@click.option("--time", help="Field with the time; without one the broker's time counts.")
 @click.option(
     "--feature", "features", multiple=True, help="Feature of events, NAME or NAME=FIELD; repeat it for several."
 )
@@ -128,11 +128,6 @@ def consume(
     url: str | None,
     overrides: tuple[str, ...],
     api_key: str | None,
-    tenant: str,
-    user: str | None,
-    item: str | None,
-    event: str | None,
-    time_field: str | None,
     features: tuple[str, ...],
     **kafka: Any,
 ) -> None:
@@ -147,8 +142,8 @@ def consume(
 
     config = None if config_path is None else load_config(config_path, overrides)
     of_events = {name: field or name for name, _, field in (told.partition("=") for told in features)}
-    fields = Fields(user=user, item=item, event=event, time=time_field, features=of_events)
-    where = ConsumeConfig(fields=fields, tenant=tenant, **kafka)
+    fields = Fields(**{name: kafka.pop(name) for name in ("user", "item", "event", "time")}, features=of_events)
+    where = ConsumeConfig(fields=fields, **kafka)
     done = run_async(lambda: consume(where, lambda: open_target(config, url, api_key, CALL_PATIENCE_S)))
     click.echo(", ".join(f"{count} {result}" for result, count in done.items()))
 
