@@ -162,7 +162,6 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
     from npu_gr.core.calling import calling_files
     from npu_gr.features.embedded_check import check, repair
     from npu_gr.features.redis import check_redis
-    from npu_gr.features.store import RedisTlsConfig
 
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
     if out is not None:
@@ -174,9 +173,7 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
         )
         _show(done.bad_users, done.damage, verbose)
         sys.exit(1 if done.num_lost or done.bad_users or done.damage else 0)
-    files = calling_files()
-    tls = RedisTlsConfig(ca=files.ca, certificate=files.certificate, key=files.key)
-    found: Found = run_async(lambda: check_redis(where, tls)) if is_url else check(Path(where))
+    found: Found = run_async(lambda: check_redis(where, calling_files())) if is_url else check(Path(where))
     click.echo(
         f"{found.num_entries} entries: {found.num_users} users are whole, with {found.num_events} events; "
         f"{found.num_unchecked} entries are older than the checksums"

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from npu_gr.core.errors import ConfigError, StoreFailed, Unprocessable
-from npu_gr.core.history import Events, Mode, UserKey, Write, Written
+from npu_gr.core.history import Events, Mode, StoreHealth, UserKey, Write, Written
 from npu_gr.core.private import warn_if_shared
 from npu_gr.features import embedded_file as file
 from npu_gr.features.embedded_check import quick_check
 from npu_gr.features.embedded_file import MAX_LOG_BYTES, RowOverwrites, read_names, write_names
 from npu_gr.features.event_features import check_size
-from npu_gr.features.store import HistoryConfig, StoredHistory, StoreHealth, checked, key_bytes
+from npu_gr.features.store import HistoryConfig, StoredHistory, checked, key_bytes
 
 log = logging.getLogger(__name__)
 
