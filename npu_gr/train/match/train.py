@@ -221,7 +221,8 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, stage: _Stage, step: int) -> float:
-        hit = smooth_hit(self._judge.ranks_by(Validated(*self.target(), self._prior).scores))
+        users, items = self.target()
+        hit = smooth_hit(self._judge.ranks_by(Validated(users, items, self._prior).scores))
         if hit > self._best[2]:
             self._best = (stage.name, step, hit)
             self._best_state = copy.deepcopy(self._all.state_dict())
@@ -268,7 +269,8 @@ class Trainer:
     @torch.no_grad()
     def _result(self) -> TrainedVectors:
         self._all.load_state_dict(self._best_state)
-        validated = Validated(*self.target(), self._prior)
+        users, items = self.target()
+        validated = Validated(users, items, self._prior)
         whole = self.data.whole().target
         degrees = whole.degrees()[1]
         self.target.pass_over(whole)
