@@ -27,7 +27,7 @@ from npu_gr.core.logs import CURRENT, begin
 from npu_gr.core.request import Outcome, RankAnswer, Reason
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.hstu import HSTU
-from npu_gr.server.access_log import AccessLog, EndedRequest
+from npu_gr.server.access_log import AccessLog, ServerCall
 from npu_gr.server.access_log import log as request_log
 from npu_gr.server.config import ServerConfig
 from npu_gr.service.config import SLOConfig
@@ -71,18 +71,21 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
         trace = begin(None)
         CURRENT.set(trace)
         count()
-        ended = EndedRequest(
-            kind="rank",
-            trace=trace,
-            request_id="r" * 32,
+        now_at = time.monotonic()
+        call = ServerCall(
             method="POST",
             route="/v1/rank",
-            status=200,
-            duration_s=3e-3,
+            headers={},
+            request_id="r" * 32,
+            trace=trace,
+            span=None,
+            arrived_at=now_at,
+            whole_at=now_at,
+            kind=RANK,
             user=user,
             answer=ANSWER,
         )
-        access_log.write(ended)
+        access_log.write(call, 200, 3e-3)
 
     with _logged_to_memory():
         CURRENT.set(begin(None))

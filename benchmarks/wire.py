@@ -27,9 +27,9 @@ from npu_gr.core.request import RankRequest
 from npu_gr.server.codec.media import JSON, MSGPACK, decode
 from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.oip.models import MODELS, InferRequest, pack
+from npu_gr.server.oip.models import MODELS, pack
 from npu_gr.server.oip.routes import read as read_infer
-from npu_gr.server.rpc.inference import INFERENCE, inputs_of, message
+from npu_gr.server.rpc.inference import INFERENCE, asked_by, message
 
 OPTIONS = (SEED, timed_for(1.0))
 LENGTHS = (1024, 16_384)  # events of a history
@@ -120,11 +120,10 @@ def _tensors(user: str, candidates: I64, columns: Mapping[str, npt.NDArray[Any]]
 def read(body: bytes, media: str, config: ServerConfig) -> RankRequest:
     """Read a form: its media type, how many bytes of an infer are JSON, or the service whose message it is."""
     if media == INFERENCE:
-        made = message("inference.ModelInferRequest").FromString(body)
-        infer = InferRequest("", inputs_of(made), {}, ())
+        infer = asked_by(message("inference.ModelInferRequest").FromString(body))
         return parse(MODELS[RANK.name].body(infer, None, config), config, _NAMES)
     if media.isdigit():
-        return parse(MODELS[RANK.name].body(read_infer(body, media).infer, None, config), config, _NAMES)
+        return parse(MODELS[RANK.name].body(read_infer(body, media, RANK.name), None, config), config, _NAMES)
     return parse(decode(body, media, RankBody), config, _NAMES)
 
 

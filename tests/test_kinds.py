@@ -27,7 +27,8 @@ from npu_gr.metrics.rules import rules
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.requests import encode
-from npu_gr.route.haproxy import let_through, routed
+from npu_gr.route.config import DiscoveryConfig, InstanceConfig, RouterConfig
+from npu_gr.route.haproxy import Material, render, routed
 from npu_gr.service.config import SLOConfig
 from tests.matching.vectors import KNOWN
 from tests.server.test_match_over_http import section as match_section
@@ -168,7 +169,13 @@ def test_recording_and_replay(kind: Kind[Any, Any], facts: Facts) -> None:
 @every_kind
 def test_router_entry(kind: Kind[Any, Any]) -> None:
     assert kind in routed(kind.routing)
-    assert any(re.search(pattern, kind.path.replace("{user_id}", "u")) for pattern in let_through(kind.method))
+    config = RouterConfig(discovery=DiscoveryConfig(instances=[InstanceConfig(name="gr", host="h", port=1)]))
+    text = render(config, Material(instances=[], addresses={}, keys=[], peer_port=1))
+    allowed = re.findall(rf"^  acl on_{kind.method} (path|path_reg) (.*)$", text, re.MULTILINE)
+    path = kind.path.replace("{user_id}", "u")
+    assert any(
+        path == given if how == "path" else re.search(given, path) for how, line in allowed for given in line.split()
+    )
 
 
 @every_kind

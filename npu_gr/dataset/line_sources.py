@@ -31,6 +31,7 @@ from npu_gr.dataset.lines import (
     PACKED,
     OnProgress,
     flat,
+    has_like_ends,
     json_cell,
     json_column,
     json_object,
@@ -125,7 +126,7 @@ class LineSource(Source):
         """Read lines with DuckDB, or else with Python."""
         packed = {"": "none", ".gz": "gzip", ".zst": "zstd"}.get(path.suffix if path.suffix in PACKED else "")
         num_skipped = self.first_number - 1
-        if packed is not None:
+        if packed is not None and has_like_ends(path):
             lines = (
                 f"(SELECT line, 0 AS state FROM read_csv({file_sql(path)}, columns = {{'line': 'VARCHAR'}}, "
                 f"delim = E'\\x01\\x02\\x03', quote = '', escape = '', header = false, auto_detect = false, "

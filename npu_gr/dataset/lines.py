@@ -1,7 +1,8 @@
 """The lines of a text file one by one, in Python: for a first look, and for what DuckDB will not read.
 
-DuckDB reads a file of lines that are all well. Where one is not (no UTF-8, a bare carriage return, over
-`line_sources.LINE_BYTES`) the whole file is fed to it from here; and rows whose quotes are not plain are parsed here.
+DuckDB reads a file of lines that are all well. Where one is not (no UTF-8, a bare carriage return, another end than the
+lines before, over `line_sources.LINE_BYTES`) the whole file is fed to it from here; and rows whose quotes are not plain
+are parsed here.
 """
 
 from __future__ import annotations
@@ -88,6 +89,27 @@ def read_lines(path: Path, on_progress: OnProgress = ignore_progress) -> Iterato
             yield [line.rstrip(b"\r") for line in lines]
     if rest:
         yield [rest.rstrip(b"\r")]
+
+
+def has_like_ends(path: Path) -> bool:
+    r"""Whether all lines of a file end alike, in \n or in \r\n, and no carriage return stands elsewhere.
+
+    Only then DuckDB counts the same lines: to it a bare carriage return, or an end unlike the first one, may be a line
+    of its own, without an error where it is the first byte of what a thread reads.
+
+    Raises:
+        DataError: as `read_chunks`.
+    """
+    num_returns = num_both = num_ends = 0
+    before = b""
+    for chunk in read_chunks(path):
+        num_returns += chunk.count(b"\r")
+        num_both += chunk.count(b"\r\n") + (before == b"\r" and chunk.startswith(b"\n"))
+        num_ends += chunk.count(b"\n")
+        if num_returns and num_ends > num_returns:
+            return False
+        before = chunk[-1:]
+    return num_returns == num_both and num_returns in (0, num_ends)
 
 
 def line_batches(path: Path, num_skipped: int, on_progress: OnProgress) -> Iterator[Any]:

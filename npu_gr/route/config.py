@@ -58,6 +58,11 @@ class DiscoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         check_names(self.instances)
 
 
+def joined(host: str, port: int) -> str:
+    """Join a host and a port; an address of IPv6 gets its brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def check_names(instances: list[InstanceConfig]) -> None:
     """Check that every name is given once.
 

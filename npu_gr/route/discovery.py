@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import socket
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import msgspec
 
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError
-from npu_gr.route.config import DiscoveryConfig, DNSConfig, InstanceConfig, check_names
+from npu_gr.route.config import DiscoveryConfig, DNSConfig, InstanceConfig, check_names, joined
 
 
 class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +43,7 @@ async def _resolve(dns: DNSConfig) -> list[InstanceConfig]:
     hosts = sorted({str(address[4][0]) for address in found})
     return [
         InstanceConfig(
-            name=_name(host, dns.port),
+            name=joined(host, dns.port),
             host=host,
             port=dns.port,
             admin_port=dns.admin_port,
@@ -52,10 +51,6 @@ async def _resolve(dns: DNSConfig) -> list[InstanceConfig]:
         )
         for host in hosts
     ]
-
-
-def _name(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ipaddress.ip_address(host.split("%")[0]).version == 6 else f"{host}:{port}"
 
 
 async def addresses(instances: list[InstanceConfig], before: dict[str, str]) -> dict[str, str]:

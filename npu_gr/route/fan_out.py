@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -24,7 +25,7 @@ from npu_gr.core.errors import NpuGrError, Unavailable
 from npu_gr.core.kinds import ERASE
 from npu_gr.core.logs import random_id
 from npu_gr.core.tls import client_context
-from npu_gr.route.config import InstanceConfig, RouterConfig
+from npu_gr.route.config import InstanceConfig, RouterConfig, joined
 from npu_gr.route.haproxy import certified
 from npu_gr.server.http import from_error, problem
 
@@ -73,9 +74,21 @@ class Way:
     def options(self, one: InstanceConfig, target: str, *, is_admin: bool = False) -> dict[str, Any]:
         """Return the arguments of a request to an instance: where it goes, and whom it believes."""
         port = one.admin_port if is_admin else one.port
-        host = f"[{one.host}]" if ":" in one.host and not one.host.startswith("[") else one.host
-        url = URL(f"{self._scheme}://{host}:{port}{target}", encoded=True)
+        url = URL(f"{self._scheme}://{joined(one.host, port)}{target}", encoded=True)
         return {"url": url, "ssl": self._trusts, "server_hostname": certified(self._config, one)}
+
+    async def ready(self, instances: list[InstanceConfig], timeout_s: float) -> set[str]:
+        """Ask instances whether they are ready. Returns the names of those that are."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as http:
+
+            async def ask(one: InstanceConfig) -> bool:
+                with suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+                    async with http.get(**self.options(one, "/readyz")) as answer:
+                        return answer.status == 200
+                return False
+
+            answers = await asyncio.gather(*map(ask, instances))
+        return {one.name for one, is_ready in zip(instances, answers, strict=True) if is_ready}
 
 
 async def ask_all(way: Way, instances: list[InstanceConfig], change: Change, timeout_s: float) -> dict[str, Answered]:

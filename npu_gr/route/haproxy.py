@@ -22,7 +22,7 @@ import xxhash
 
 from npu_gr.core.kinds import KINDS, RANK, Kind, Routing, Scope
 from npu_gr.core.tls import CIPHERS, ClientTlsConfig, ServerTlsConfig
-from npu_gr.route.config import InstanceConfig, RouterConfig
+from npu_gr.route.config import InstanceConfig, RouterConfig, joined
 from npu_gr.server.auth.keys import KeyEntry
 from npu_gr.server.auth.rules import is_loopback_name, rules
 
@@ -30,6 +30,7 @@ CONFIG = "haproxy.cfg"
 # What stands for folders that the process knows: of the sockets, and of this file and those beside it.
 FOLDER, HERE = "{folder}", "{here}"
 STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # of the runtime API, and of `route.fan_out`
+HOME, OTHER = "home.sock", "other.sock"  # of the frontend `again`
 QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for the instance
 PATIENCE = 5  # times its objective until an answer is late, and what may be sent again is sent to another instance
 LEAST_PATIENCE_S = 0.25
@@ -40,6 +41,14 @@ _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")  # the router answers for itself
 _BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
 _ANSWERED = "  http-response set-var(txn.answered) bool(true)"  # so it is no answer of HAProxy's own
+_TOLD = f"""{_ANSWERED}
+  http-response set-header X-NpuGr-Instance %[srv_name]
+  http-response del-header X-NpuGr-Placement"""
+_EVERYWHERE = f"""backend everywhere  # erasures and changes of the catalogue: we send them to every instance
+  retries 0
+{_ANSWERED}
+  server fan_out unix@{FOLDER}/{FAN_OUT} maxconn 64
+"""
 _PROBLEMS = {
     400: "bad request",
     401: "unauthorized",
@@ -63,8 +72,6 @@ class Material:
     addresses: dict[str, str]  # by name
     keys: list[KeyEntry]  # in force
     peer_port: int  # on loopback, for the stick table's way from the process before a reload
-    has_certificate: bool = False  # `listen.pem` lies beside the file
-    shows_certificate: bool = False  # `call.pem` does
 
 
 def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
@@ -106,10 +113,11 @@ def render(config: RouterConfig, material: Material) -> str:
     sections = (
         _process(config, material),
         _frontend(config, material),
-        _admin(config, material),
+        _admin(config),
         _users(config, material),
+        _patient(config),
         _any(config, material),
-        _everywhere(config, material),
+        _EVERYWHERE,
     )
     return "# written by `npu-gr route`; do not edit: it is written again when something changes\n" + "\n".join(
         sections
@@ -163,13 +171,8 @@ defaults
 
 def _frontend(config: RouterConfig, material: Material) -> str:
     user = config.user_header
-    priorities = "\n".join(
-        f"  http-request set-priority-class int({int(kind.priority)}) if {{ {_on(kind)} }}"
-        for kind in KINDS.values()
-        if kind.priority
-    )
     return f"""frontend npu_gr
-  bind {_address(config.host, config.port)} backlog 4096{_bind_tls(config.tls, material.has_certificate)}
+  bind {joined(config.host, config.port)} backlog 4096{_bind_tls(config.tls)}
 {_ready()}
 {_no_foreign_pages(config.host)}
 {_keys(config, "keys.map")}
@@ -197,22 +200,23 @@ if by_user !named !normal
   # Who asks again at once while the queue is full is answered after a moment, and costs an instance nothing. The queue
   # of an instance holds twice as many, because HAProxy itself answers at once where that is full.
   http-request tarpit deny_status 429 if by_user !normal {{ queue(users) gt {_most_queued(config, material)} }}
-{priorities}
+{_priorities(*KINDS.values())}
 {_overloaded("users")}
   use_backend everywhere if everywhere
+{_full(material)}
   use_backend users if by_user !normal
   default_backend any
 """
 
 
-def _admin(config: RouterConfig, material: Material) -> str:
-    tls = (
-        "" if is_loopback_name(config.admin_host) else _bind_tls(_without_clients(config.tls), material.has_certificate)
+def _admin(config: RouterConfig) -> str:
+    tls = "" if is_loopback_name(config.admin_host) else _bind_tls(_without_clients(config.tls))
+    changes = " ".join(
+        sorted({path for (_, path), rule in rules().items() if rule.is_admin and path.startswith("/v1/")})
     )
-    changes = " ".join(sorted({path for (_, path), rule in rules().items() if _changes_all(path, rule.is_admin)}))
     metrics = "http-request use-service prometheus-exporter if { path /metrics } METH_GET"
     return f"""frontend admin  # metrics, and what changes every instance
-  bind {_address(config.admin_host, config.admin_port)}{tls}
+  bind {joined(config.admin_host, config.admin_port)}{tls}
 {_ready()}
 {_no_foreign_pages(config.admin_host)}
   acl metrics path /metrics
@@ -226,16 +230,14 @@ unless metrics METH_GET or changes METH_POST
 """
 
 
+def _special(material: Material) -> list[InstanceConfig]:
+    return [one for one in material.instances if one.special] or material.instances
+
+
 def _users(config: RouterConfig, material: Material) -> str:
     limits, health = config.limits, config.health
-    special = [one for one in material.instances if one.special] or material.instances
     factor = f"  hash-balance-factor {round(100 * config.relay.load_factor)}\n" if config.relay.load_factor >= 1 else ""
-    late = "\n".join(
-        f"  http-request set-timeout server {_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
-        f"if {{ {_on(kind)} }}"
-        for kind in routed(Routing.FOLLOW, Routing.SIGNAL)
-    )
-    servers = "\n".join(f"  {_server(config, material, one)}{_agent(one)}" for one in special)
+    servers = "\n".join(f"  {_server(config, material, one)}{_agent(one)}" for one in _special(material))
     signal = f"{{ path {' '.join(_paths(Routing.SIGNAL))} }}"
     return f"""backend users  # signals, ranks and all else that is one user's
   balance hash var(txn.user)
@@ -248,12 +250,38 @@ def _users(config: RouterConfig, material: Material) -> str:
   # no connection. A rank that got no answer, or one from an instance that starts or drains, goes to another instance.
   retry-on conn-failure empty-response response-timeout 503
   http-request disable-l7-retry unless {{ var(txn.follow) -m bool }}
-{late}
-{_check(config, material)}
+{_late(config, Routing.FOLLOW, Routing.SIGNAL)}
+{_check(config)}
   default-server slowstart {_ms(health.return_s)} observe layer7 error-limit {health.failures} on-error mark-down \
 maxconn {limits.instance_inflight} maxqueue {2 * limits.instance_queue}
-{_told()}
+{_TOLD}
 {servers}
+"""
+
+
+def _patient(config: RouterConfig) -> str:
+    """Let a rank that has waited out the queue of its user's instance be answered by another.
+
+    An instance that is frozen and not yet found to be down has a queue that HAProxy lets nobody leave (since 3.2 there
+    is `hash-preserve-affinity`). So while an instance is full and others are not, ranks pass through HAProxy twice: the
+    503 of the queue comes from the server `home`, and is tried again at `other`.
+    """
+    user = config.user_header
+    return f"""backend patient
+  balance first
+  retry-on 503
+  http-request set-header {user} %[var(txn.user),url_enc]
+  http-response set-var(txn.answered) bool(true) if {{ res.hdr(X-NpuGr-Instance) -m found }}
+  server home unix@{FOLDER}/{HOME}
+  server other unix@{FOLDER}/{OTHER}
+frontend again
+  bind unix@{FOLDER}/{HOME} mode 600
+  bind unix@{FOLDER}/{OTHER} mode 600 name other
+  http-request set-var(txn.user) req.hdr({user}),url_dec
+  http-request set-var(txn.follow) bool(true)
+{_priorities(*routed(Routing.FOLLOW))}
+  use_backend any if {{ so_name other }}
+  default_backend users
 """
 
 
@@ -263,20 +291,13 @@ def _any(config: RouterConfig, material: Material) -> str:
     return f"""backend any  # what is about nobody or many, and ranks that want no prefix
   balance leastconn
   timeout queue 1s
-  retry-on conn-failure empty-response 503
+  retry-on conn-failure empty-response response-timeout 503
   http-request disable-l7-retry unless METH_GET or {{ var(txn.follow) -m bool }}
-{_check(config, material)}
+{_late(config, Routing.FOLLOW, when=" { fe_name again }")}
+{_check(config)}
   default-server maxconn {8 * config.limits.instance_inflight}
-{_told()}
+{_TOLD}
 {servers}
-"""
-
-
-def _everywhere(config: RouterConfig, material: Material) -> str:
-    return f"""backend everywhere  # erasures and changes of the catalogue: `npu-gr route` sends them to every instance
-  retries 0
-{_ANSWERED}
-  server fan_out unix@{FOLDER}/{FAN_OUT} maxconn 64
 """
 
 
@@ -341,11 +362,27 @@ def _allowed() -> str:
     return "\n".join(lines)
 
 
-def _told() -> str:
-    """Say which instance answered."""
-    return f"""{_ANSWERED}
-  http-response set-header X-NpuGr-Instance %[srv_name]
-  http-response del-header X-NpuGr-Placement"""
+def _priorities(*kinds: Kind[Any, Any]) -> str:
+    return "\n".join(
+        f"  http-request set-priority-class int({int(kind.priority)}) if {{ {_on(kind)} }}"
+        for kind in kinds
+        if kind.priority
+    )
+
+
+def _full(material: Material) -> str:
+    """Send ranks to `patient` while an instance is full and the others are not."""
+    lines = [f"  acl full srv_conn_free(users/{one.name}) le 0" for one in _special(material)]
+    return "\n".join([*lines, "  use_backend patient if follow !normal full { be_conn_free(users) gt 0 }"])
+
+
+def _late(config: RouterConfig, *routings: Routing, when: str = "") -> str:
+    """Set the time after which an answer is late, and what may be sent again is sent to another instance."""
+    return "\n".join(
+        f"  http-request set-timeout server {_ms(max(LEAST_PATIENCE_S, PATIENCE * _objective_s(kind, config)))} "
+        f"if {{ {_on(kind)} }}{when}"
+        for kind in routed(*routings)
+    )
 
 
 def _overloaded(backend: str) -> str:
@@ -357,9 +394,9 @@ if {{ status 503 }} {own} {{ nbsrv({backend}) gt 0 }}
   http-after-response set-header Retry-After-Ms %[rand(75),add(20)] if {{ status 429 }} {own}"""
 
 
-def _check(config: RouterConfig, material: Material) -> str:
+def _check(config: RouterConfig) -> str:
     health = config.health
-    tls = _server_tls(config.instances_tls, material.shows_certificate)
+    tls = _server_tls(config.instances_tls)
     every = f"inter {_ms(health.interval_s)} fall {health.fall} rise {health.rise}"
     return f"""  option httpchk
   http-check send meth GET uri /readyz ver HTTP/1.1 hdr Host router
@@ -368,7 +405,7 @@ def _check(config: RouterConfig, material: Material) -> str:
 
 
 def _server(config: RouterConfig, material: Material, one: InstanceConfig) -> str:
-    at = _address(material.addresses[one.name], one.port)
+    at = joined(material.addresses[one.name], one.port)
     number = ids(material.instances)[one.name]
     name = certified(config, one)  # whose certificate it must show
     tls = f" verifyhost {name} sni str({name}) check-sni {name}" if name else ""
@@ -380,8 +417,8 @@ def _agent(one: InstanceConfig) -> str:
     return f" agent-check agent-port {one.agent_port} agent-inter {AGENT_MS}ms" if one.agent_port else ""
 
 
-def _bind_tls(tls: ServerTlsConfig | None, has_certificate: bool) -> str:
-    if tls is None or not has_certificate:
+def _bind_tls(tls: ServerTlsConfig | None) -> str:
+    if tls is None:
         return ""
     least = "1.3" if tls.client_ca else tls.min_version
     clients = f" ca-file {tls.client_ca} verify required" if tls.client_ca else ""
@@ -393,21 +430,16 @@ def _without_clients(tls: ServerTlsConfig | None) -> ServerTlsConfig | None:
     return tls and ServerTlsConfig(certificate=tls.certificate, key=tls.key, min_version=tls.min_version)
 
 
-def _server_tls(tls: ClientTlsConfig | None, shows_certificate: bool) -> str:
+def _server_tls(tls: ClientTlsConfig | None) -> str:
     if tls is None:
         return ""
-    shown = f" crt {HERE}/call.pem" if shows_certificate else ""
+    shown = f" crt {HERE}/call.pem" if tls.certificate and tls.key else ""
     return f" ssl verify required ca-file {tls.ca or '@system-ca'}{shown}"
 
 
 def routed(*routings: Routing) -> list[Kind[Any, Any]]:
     """List the kinds that are routed like this."""
     return [kind for kind in KINDS.values() if kind.routing in routings]
-
-
-def let_through(method: str) -> list[str]:
-    """Return regular expressions of the paths that are let through with a method."""
-    return [_pattern(path) for (on, path), rule in rules().items() if on == method and rule.is_public and rule.scope]
 
 
 def _paths(*routings: Routing) -> list[str]:
@@ -433,10 +465,6 @@ def _on(kind: Kind[Any, Any]) -> str:
     return f"path {' '.join(plain)}"
 
 
-def _changes_all(path: str, is_admin: bool) -> bool:
-    return is_admin and path.startswith("/v1/")
-
-
 def _objective_s(kind: Kind[Any, Any], config: RouterConfig) -> float:
     """The objective of a kind, as its ratio to a rank's is by default."""
     return config.objective_s * kind.objective_s / RANK.objective_s
@@ -448,10 +476,6 @@ def _most_queued(config: RouterConfig, material: Material) -> int:
 
 def _problem(title: str) -> str:
     return f'{{"type":"about:blank","title":"{title}"}}'
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _ms(seconds: float) -> str:

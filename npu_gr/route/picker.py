@@ -17,12 +17,11 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-import aiohttp
 import grpc
 import msgspec
 
@@ -31,7 +30,7 @@ from npu_gr.core.kinds import KINDS, Routing
 from npu_gr.core.lifetime import running
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.route import external_processor_pb2 as pb
-from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig
+from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig, joined
 from npu_gr.route.fan_out import Way
 from npu_gr.route.placement import Member, Place, Ring, Signals, bound, place
 
@@ -91,21 +90,13 @@ class EndpointTable:
     async def look(self, way: Way, listed: list[InstanceConfig], addresses: Mapping[str, str]) -> None:
         """Take over the list of instances, and ask each whether it is ready."""
         ports = {one.name: one.port for one in listed}
-        self.endpoints = {name: _endpoint(at, ports[name]) for name, at in addresses.items() if name in ports}
+        self.endpoints = {name: joined(at, ports[name]) for name, at in addresses.items() if name in ports}
         if listed != list(self._instances.values()):
             self._instances = {one.name: one for one in listed}
             self._ring = Ring(Member(one.name, one.weight) for one in listed if one.special)
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-
-            async def ask(one: InstanceConfig) -> tuple[str, bool]:
-                with suppress(aiohttp.ClientError, OSError):
-                    async with http.get(**way.options(one, "/readyz")) as answer:
-                        return one.name, answer.status == 200
-                return one.name, False
-
-            for name, is_ready in await asyncio.gather(*map(ask, listed)):
-                self._failures[name] = 0 if is_ready else self._failures[name] + 1
+        ready = await way.ready(listed, self._timeout_s)
+        for name in ports:
+            self._failures[name] = 0 if name in ready else self._failures[name] + 1
         self.ready = {
             one.name for one in listed if self._failures[one.name] < self._fall and one.name in self.endpoints
         }
@@ -143,10 +134,6 @@ class EndpointTable:
         total = sum(self.in_flight[one] for one in weights)
         most = bound(total, weights.get(name, 0.0), sum(weights.values()) or 1.0, self._factor)
         return self.in_flight[name] < most
-
-
-def _endpoint(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _names(chosen: Place | None) -> list[str]:
@@ -410,8 +397,7 @@ async def picking(config: RouterConfig, look: Any) -> AsyncIterator[int]:
 
 
 def _listen(server: Any, config: PickerConfig, tls: ServerTlsConfig | None) -> int:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    address = f"{host}:{config.port}"
+    address = joined(config.host, config.port)
     try:
         if tls is None:
             return int(server.add_insecure_port(address))

@@ -26,7 +26,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 from aiohttp import web
 
 from npu_gr.core.errors import ConfigError
@@ -262,8 +261,7 @@ class Route:
         self._admitted &= names
         newcomers = [one for one in listed if one.name not in self._admitted]
         if newcomers:
-            ready = await asyncio.gather(*(self._is_ready(one, config.health.timeout_s) for one in newcomers))
-            self._admitted |= {one.name for one, is_ready in zip(newcomers, ready, strict=True) if is_ready}
+            self._admitted |= await self.way.ready(newcomers, config.health.timeout_s)
         made = await asyncio.to_thread(self._made, config)
         if made != self._files:
             await self._proxy.put(made)
@@ -288,20 +286,8 @@ class Route:
             addresses=self.addresses,
             keys=in_force(Path(config.api_keys_file)) if config.api_keys_file else [],
             peer_port=self._peer_port,
-            has_certificate="listen.pem" in certificates,
-            shows_certificate="call.pem" in certificates,
         )
         return haproxy.files(config, material) | certificates
-
-    async def _is_ready(self, one: InstanceConfig, timeout_s: float) -> bool:
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        with contextlib.suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as http,
-                http.get(**self.way.options(one, "/readyz")) as answer,
-            ):
-                return answer.status == 200
-        return False
 
     def _way(self, config: RouterConfig) -> Way:
         try:

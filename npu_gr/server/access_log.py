@@ -26,9 +26,12 @@ import numpy as np
 
 from npu_gr.core.errors import ConfigError, DeadlineExceeded, NotTaken, NpuGrError, RequestError
 from npu_gr.core.history import UserKey
+from npu_gr.core.kinds import Kind
 from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, Trace, begin, log_line
 from npu_gr.core.request import Answer
 from npu_gr.core.secret import SecretUrl, redacted
+from npu_gr.jobs.base import HeldPermit
+from npu_gr.server.auth.keys import ANYBODY, Key
 from npu_gr.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -48,20 +51,33 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     detail: str | None  # what the caller was told, as far as it holds no word of the caller's
 
 
-class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An HTTP request at its end."""
+class ServerCall(msgspec.Struct, kw_only=True):
+    """A request from its head to its end, over HTTP or gRPC: what was found out of it so far."""
 
-    kind: str | None  # a name of `KINDS`; None: the route belongs to no kind
-    trace: Trace
-    request_id: str
     method: str
     route: str  # pattern of the path
-    status: int
-    duration_s: float
-    key: str | None = None  # name of the API key; None: the route, or the instance, needs none
-    failure: Failure | None = None  # None: it was answered, or the error is not ours
+    headers: Mapping[str, str]  # whatever the case of their names
+    request_id: str
+    trace: Trace
+    span: Span | None  # None: it is not sampled
+    arrived_at: float  # its head: the caller's time budget counts from here
+    whole_at: float  # the end of its body; before that its head
+    until_at: float = float("inf")  # when its caller gives up
+    has_deadline: bool = False  # of gRPC
+    kind: Kind[Any, Any] | None = None  # None: the route belongs to no kind
+    key: Key = ANYBODY
+    permit: HeldPermit | None = None  # None: it was not admitted here
+    parsed_at: float | None = None
     user: UserKey | None = None  # None: it names none, or was refused before its body was read
     answer: Answer | None = None  # of the service; None: there was none
+
+    def left_s(self) -> float:
+        """Return what is left of the caller's budget now that the body is parsed. Raises DeadlineExceeded: nothing."""
+        self.parsed_at = now_at = time.monotonic()
+        if now_at >= self.until_at:
+            granted_ms = (self.until_at - self.arrived_at) * 1e3
+            raise DeadlineExceeded(f"reading the request took the whole budget of {granted_ms:.0f} ms")
+        return self.until_at - now_at
 
 
 class AccessLog:
@@ -79,28 +95,34 @@ class AccessLog:
         self.on_line: Callable[[str, AccessLine], None] = self.newest.add  # of a request that belongs to a kind
         self._faults = SeldomLog(logging.getLogger(__name__))
 
-    def write(self, ended: EndedRequest) -> None:
-        """Log a request that has ended: failed and slow ones as warnings, the others where all are logged."""
-        answer = ended.answer
-        failure = ended.failure
+    def write(self, call: ServerCall, status: int, duration_s: float, failure: Failure | None = None) -> None:
+        """Log a request that has ended: failed and slow ones as warnings, the others where all are logged.
+
+        Args:
+            call: the request.
+            status: of its answer.
+            duration_s: from its last byte to its answer.
+            failure: of `failed`; None = it was answered, or the error is not ours.
+        """
+        answer = call.answer
         line = AccessLine(
             time_s=time.time(),
-            request_id=ended.request_id,
-            trace_id=ended.trace.trace_id,
-            span_id=ended.trace.span_id,
-            method=ended.method,
-            route=ended.route,
-            status=ended.status,
-            duration_s=ended.duration_s,
-            key=ended.key,
-            user=self._hashed(ended.user),
+            request_id=call.request_id,
+            trace_id=call.trace.trace_id,
+            span_id=call.trace.span_id,
+            method=call.method,
+            route=call.route,
+            status=status,
+            duration_s=duration_s,
+            key=None if call.key is ANYBODY else call.key.name,
+            user=self._hashed(call.user),
             error=None if failure is None else failure.title,
             detail=None if failure is None else failure.detail,
             answer_fields={} if answer is None else answer.log_fields(),
             stages_s={} if answer is None else answer.stages_s,
         )
-        if ended.kind is not None:
-            self.on_line(ended.kind, line)
+        if call.kind is not None:
+            self.on_line(call.kind.name, line)
         is_notable = line.status >= 500 or line.duration_s > self._slow_s
         if is_notable or self._logs_all:
             log_line(log, logging.WARNING if is_notable else logging.INFO, line)  # the JSON is made by the handler
@@ -298,7 +320,8 @@ class Tracing:
         if parsed_at is not None:
             parts.append(("read", began_at, parsed_at))
             for stage, seconds in stages_s.items():
-                parts.append((stage, parts[-1][2], parts[-1][2] + seconds))
+                # stages may overlap by a little, and no span ends after the request
+                parts.append((stage, parts[-1][2], min(parts[-1][2] + seconds, now_at)))
             parts.append(("write", parts[-1][2], now_at))
         inside = otel.set_span_in_context(span)
         for name, from_at, to_at in parts:

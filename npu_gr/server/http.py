@@ -14,6 +14,7 @@ from npu_gr.core.errors import BadRequest, DeadlineExceeded, NotTaken, NpuGrErro
 from npu_gr.core.logs import random_id
 from npu_gr.server.codec.media import JSON, MSGPACK, encode
 
+UNEXPECTED = "an unexpected error; the log has it under this request id"
 REQUEST_ID = "X-Request-Id"
 RETRY_AFTER_MS = "Retry-After-Ms"  # beside Retry-After, which has whole seconds
 RETRY_MS = range(20, 96, 5)  # when a refused caller may come again; spread, so that all do not come at once
@@ -32,18 +33,19 @@ def request_id(headers: Mapping[str, str]) -> str:
     return given if _VALID_ID.fullmatch(given) else random_id(128)
 
 
-def budget_s(headers: Mapping[str, str], default_s: float, max_s: float) -> float:
-    """Return the seconds that the caller grants: the smallest value of the headers that are there.
+def budget_s(headers: Mapping[str, str], default_s: float, max_s: float, deadline_s: float | None = None) -> float:
+    """Return the seconds that the caller grants: the smallest of those that it names.
 
     Args:
         headers: X-Request-Timeout-Ms, x-envoy-expected-rq-timeout-ms, grpc-timeout are read.
-        default_s: where there is none of them.
+        default_s: where it names none.
         max_s: at most.
+        deadline_s: of gRPC, which reads its own header.
 
     Raises:
         BadRequest: a header cannot be read. DeadlineExceeded: nothing is left.
     """
-    budgets = []
+    budgets = [] if deadline_s is None else [deadline_s]
     for name in _MS_HEADERS:
         if (text := headers.get(name)) is not None:
             if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
@@ -126,5 +128,4 @@ def from_error(error: BaseException, request_id: str, *, is_inference: bool = Fa
             answer.headers["Allow"] = error.headers["Allow"]
         return answer
     log.error("request %s failed", request_id, exc_info=error)
-    told = "an unexpected error; the log has it under this request id"
-    return problem(500, "internal error", told, request_id, is_inference=is_inference)
+    return problem(500, "internal error", UNEXPECTED, request_id, is_inference=is_inference)

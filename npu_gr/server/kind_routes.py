@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
 
 import msgspec
 from aiohttp import web
 
-from npu_gr.core.errors import BadRequest, DeadlineExceeded
-from npu_gr.core.history import UserKey
+from npu_gr.core.errors import BadRequest
 from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
-from npu_gr.server.auth.keys import Key, KeyRing
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.fields import B, Codec, Shown, UrlParts
-from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import accepted_media, budget_s, struct_response
-from npu_gr.server.middleware import ANSWER, ARRIVED_AT, ID, KEY, PARSED_AT, PERMIT, USER
+from npu_gr.server.http import accepted_media, struct_response
+from npu_gr.server.middleware import CALL, Course
 from npu_gr.server.reading import Reader
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 
@@ -34,14 +30,14 @@ _X_CACHE = {
 
 
 def kind_handlers(
-    service: ServiceProtocol, config: ServerConfig, reader: Reader, keys: KeyRing
+    service: ServiceProtocol, course: Course, reader: Reader
 ) -> dict[str, Callable[[web.Request], Awaitable[web.Response]]]:
     """Make the handler of each kind, also of those that this instance is not configured for: the service refuses them.
 
     Raises:
         KeyError: a kind has no codec.
     """
-    return {kind.name: _handler(kind, CODECS[kind.name], service, config, reader, keys) for kind in KINDS.values()}
+    return {kind.name: _handler(kind, CODECS[kind.name], service, course, reader) for kind in KINDS.values()}
 
 
 def kind_routes(handlers: Mapping[str, Callable[[web.Request], Awaitable[web.Response]]]) -> list[web.RouteDef]:
@@ -74,31 +70,26 @@ def _pattern(path: str) -> str:
 
 
 def _handler(
-    kind: Kind[Q, A],
-    codec: Codec[B, Q, A],
-    service: ServiceProtocol,
-    config: ServerConfig,
-    reader: Reader,
-    keys: KeyRing,
+    kind: Kind[Q, A], codec: Codec[B, Q, A], service: ServiceProtocol, course: Course, reader: Reader
 ) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def handle(request: web.Request) -> web.Response:
         if kind.needs_ready:
             require_ready(service)
+        call = request[CALL]
 
         def parse(body: Any) -> tuple[Q, Shown]:  # B; mypy cannot know that B is UrlParts where there is no body
-            return parse_body(request[KEY], body, codec, service, config, keys, partial(request.__setitem__, USER))
+            return parse_body(call, body, codec, service, course)
 
-        until_at = until(request, config)
         if codec.body is None:
             parsed, shown = parse(UrlParts(_path_variables(kind, request), request.query))
         else:
             parsed, shown = await reader.read(
-                request, codec.body, parse, loose_bytes=codec.loose_bytes, until_at=until_at
+                request, codec.body, parse, loose_bytes=codec.loose_bytes, until_at=call.until_at
             )
         if codec.read_headers is not None:
             parsed = codec.read_headers(parsed, request.headers)
-        answer = await ask(request, kind, parsed, shown, service, until_at)
-        rendered = codec.render(answer, request[ID], accepted_media(request), shown)
+        answer = await ask(call, kind, parsed, shown, service)
+        rendered = codec.render(answer, call.request_id, accepted_media(request), shown)
         if rendered is None:
             response = web.Response(status=kind.status)
         else:
@@ -110,40 +101,30 @@ def _handler(
 
 
 def parse_body(
-    key: Key,
-    body: Any,
-    codec: Codec[Any, Q, Any],
-    service: ServiceProtocol,
-    config: ServerConfig,
-    keys: KeyRing,
-    is_about: Callable[[UserKey], None],
+    call: ServerCall, body: Any, codec: Codec[Any, Q, Any], service: ServiceProtocol, course: Course
 ) -> tuple[Q, Shown]:
     """Make a request of a decoded body or of a URL, and say what its answer will say of its items.
 
     Args:
-        key: of the caller.
+        call: has the key, which decides whose data it is about; it notes the user before anything else is refused.
         body: of the codec, or `UrlParts`.
         codec: of the kind.
         service: knows the names.
-        config: bounds the columns.
-        keys: decide whose data it is about.
-        is_about: is told the user, before anything else can be refused.
+        course: of the call; its configuration bounds the columns.
 
     Raises:
         Forbidden: it names another tenant than the key's. What `Codec.parse` raises.
     """
     shown = Shown(service.names, tuple(getattr(body, "fields", ())))
-    body = of_tenant(body, keys.tenant_of(key, body.user.tenant))
-    is_about(body.user)
-    return codec.parse(body, config, shown.names), shown
+    body = of_tenant(body, course.keys.tenant_of(call.key, body.user.tenant))
+    call.user = body.user
+    return codec.parse(body, course.config, shown.names), shown
 
 
-async def ask(
-    request: web.Request, kind: Kind[Q, A], parsed: Q, shown: Shown, service: ServiceProtocol, until_at: float
-) -> A:
-    """Ask the service, and note its answer for the middleware. Raises as `ServiceProtocol.serve` does."""
-    answer = await service.serve(kind, parsed, _left_s(request, until_at), request.get(PERMIT), shown)
-    request[ANSWER] = cast("Answer", answer)
+async def ask(call: ServerCall, kind: Kind[Q, A], parsed: Q, shown: Shown, service: ServiceProtocol) -> A:
+    """Ask the service, and note its answer. Raises as `ServerCall.left_s` and `ServiceProtocol.serve` do."""
+    answer = await service.serve(kind, parsed, call.left_s(), call.permit, shown)
+    call.answer = cast("Answer", answer)
     return answer
 
 
@@ -154,25 +135,6 @@ def of_tenant(body: Any, tenant: str) -> Any:
     if isinstance(body, UrlParts):
         return body._replace(query={**body.query, "tenant": tenant})
     return msgspec.structs.replace(body, tenant=tenant)
-
-
-def until(request: web.Request, config: ServerConfig) -> float:
-    """Return the instant at which the caller gives up. Raises BadRequest or DeadlineExceeded as `budget_s` does."""
-    return request[ARRIVED_AT] + budget_s(request.headers, config.default_budget_s, config.max_budget_s)
-
-
-def _left_s(request: web.Request, until_at: float) -> float:
-    """Return what is left of the caller's budget after reading the body, in seconds. Call it right before the service.
-
-    Raises:
-        DeadlineExceeded: nothing is left.
-    """
-    now_at = time.monotonic()
-    request[PARSED_AT] = now_at
-    if now_at >= until_at:
-        granted_ms = (until_at - request[ARRIVED_AT]) * 1e3
-        raise DeadlineExceeded(f"reading the request took the whole budget of {granted_ms:.0f} ms")
-    return until_at - now_at
 
 
 def add_headers(response: web.Response, answer: Answer) -> None:

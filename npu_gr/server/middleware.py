@@ -9,42 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from aiohttp import web
 
 from npu_gr.core.errors import DeadlineExceeded, NotFound, Overloaded, UnsupportedMedia
-from npu_gr.core.history import UserKey
-from npu_gr.core.kinds import KINDS, Kind
-from npu_gr.core.logs import CURRENT, Trace
-from npu_gr.core.request import Answer
-from npu_gr.jobs.base import HeldPermit
+from npu_gr.core.kinds import KINDS, Kind, Scope
+from npu_gr.core.logs import CURRENT
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server import http
-from npu_gr.server.access_log import AccessLog, EndedRequest, Tracing
+from npu_gr.server.access_log import AccessLog, ServerCall, Tracing
 from npu_gr.server.admission.middleware import REJECTED, Admission
-from npu_gr.server.auth.keys import Key, KeyRing
+from npu_gr.server.auth.keys import KeyRing
 from npu_gr.server.auth.rules import PAGES, Address, Rule, refuse_foreign_pages, rules
 from npu_gr.server.codec.media import check_type
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.service_protocol import ServiceProtocol
 
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-ID = web.RequestKey("request_id", str)
-ARRIVED_AT = web.RequestKey("arrived_at", float)  # its head: the client's time budget counts from here
-WHOLE_AT = web.RequestKey("whole_at", float)  # the end of its body; before that its head
-LEFT_S = web.RequestKey("left_s", float)  # what was left of the budget then
-PERMIT = web.RequestKey("permit", HeldPermit)  # absent until it is admitted
-KEY = web.RequestKey("key", Key)  # absent where the route needs none
-# set by the handler of the kinds, as far as it comes
-PARSED_AT = web.RequestKey("parsed_at", float)
-USER = web.RequestKey("user", UserKey)
-ANSWER: web.RequestKey[Answer] = web.RequestKey("answer", object)  # type: ignore[arg-type]
+CALL = web.RequestKey("call", ServerCall)
 
 NO_ROUTE = "none"  # in the place of a pattern
 OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
@@ -55,37 +42,106 @@ _CLOSING = (401, 408, 413, 415)  # after these an answer closes its connection: 
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
 
 
-class Pipeline:
-    """What every request passes before and after its handler: the middleware of the application."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What every request passes, over HTTP and gRPC: its trace, key and time limit, and its counts and line at the end.
 
-    def __init__(
+    `keys` are in force, and `access_log` gets every request at its end, but those that admission rejected.
+    """
+
+    metrics: Metrics
+    keys: KeyRing
+    access_log: AccessLog
+    tracing: Tracing
+    config: ServerConfig
+
+    def begin(
+        self, method: str, route: str, headers: Mapping[str, str], kind: Kind[Any, Any] | None = None
+    ) -> ServerCall:
+        """Begin a request whose head is here."""
+        now_at = time.monotonic()
+        trace, span = self.tracing.begin(f"{method} {route}", headers.get("traceparent"))
+        CURRENT.set(trace)
+        return ServerCall(
+            method=method,
+            route=route,
+            headers=headers,
+            request_id=http.request_id(headers),
+            trace=trace,
+            span=span,
+            arrived_at=now_at,
+            whole_at=now_at,
+            kind=kind,
+        )
+
+    async def find_key(self, call: ServerCall, scope: Scope | None) -> None:
+        """Find the caller's key, and check that it has a scope; None = any.
+
+        Raises:
+            Unauthorized: there is no valid key; late where keys are guessed. Forbidden: it does not allow this.
+        """
+        call.key = await self.keys.of_caller(call.headers.get("Authorization"))
+        if scope is not None:
+            self.keys.require(call.key, scope)
+
+    def limit(self, call: ServerCall, deadline_s: float | None = None) -> None:
+        """Find when the caller gives up.
+
+        Args:
+            call: whose headers are read.
+            deadline_s: what gRPC's own deadline leaves of the time from now on.
+
+        Raises:
+            BadRequest, DeadlineExceeded: as `budget_s` does.
+        """
+        config = self.config
+        budget_s = http.budget_s(call.headers, config.default_budget_s, config.max_budget_s, deadline_s)
+        call.until_at = call.arrived_at + budget_s
+        call.has_deadline = deadline_s is not None
+
+    def end(
         self,
-        service: ServiceProtocol,
-        metrics: Metrics,
-        keys: KeyRing,
-        admission: Admission,
-        access_log: AccessLog,
-        tracing: Tracing,
-        config: ServerConfig,
+        call: ServerCall,
+        status: int,
+        error: Exception | None,
+        attributes: Mapping[str, str | int] = MappingProxyType({}),
     ) -> None:
+        """Count and log a request, and end its span, which has `attributes` too."""
+        duration_s = time.monotonic() - call.whole_at
+        stages_s = call.answer.stages_s if call.answer else {}
+        has_s = _NO_LIMIT_S
+        if call.kind is not None and not call.kind.must_finish:
+            is_over = isinstance(error, DeadlineExceeded) and call.until_at == _NO_LIMIT_S
+            has_s = 0.0 if is_over else call.until_at - call.whole_at
+        self.metrics.requests.done(
+            call.kind.name if call.kind else None,
+            call.route,
+            status,
+            duration_s,
+            stages_s,
+            refusal=error.reason if isinstance(error, Overloaded) else None,
+            has_s=has_s,
+        )
+        self.access_log.write(call, status, duration_s, None if error is None else self.access_log.failed(error))
+        if call.span is not None:
+            found = _span_attributes(call, status)
+            self.tracing.end(call.span, stages_s, call.arrived_at, call.parsed_at, {**found, **attributes})
+
+
+class Pipeline:
+    """What every request over HTTP passes before and after its handler: the middleware of the application."""
+
+    def __init__(self, service: ServiceProtocol, course: Course, admission: Admission) -> None:
         """Pass nothing yet.
 
         Args:
             service: asked whether it is ready: while it is not, answers close their connections.
-            metrics: counts every request, with its kind where the route belongs to one.
-            keys: in force; the rules say which route needs one, and its scope.
+            course: of every request.
             admission: what requests of a kind pass before they are parsed.
-            access_log: gets every request at its end, but those that admission rejected.
-            tracing: makes the ids, and the spans of sampled requests.
-            config: time budgets.
         """
         self._service = service
-        self._metrics = metrics
-        self._keys = keys
+        self._course = course
         self._admission = admission
-        self._access_log = access_log
-        self._tracing = tracing
-        self._config = config
         self._kinds = {(kind.method, path): kind for kind in KINDS.values() for path in kind.paths}
         self._rules = rules()
         self._health = {path for (_, path), rule in self._rules.items() if rule.scope is None and path not in PAGES}
@@ -107,68 +163,63 @@ class Pipeline:
 
     def malformed(self) -> None:
         """Count a message that is no HTTP; aiohttp has answered it with 400."""
-        self._metrics.requests.broken(400)
+        self._course.metrics.requests.broken(400)
 
-    def agent_line(self) -> bytes:
+    def agent_line(self, asker: str) -> bytes:
         """Return what HAProxy's agent-check is told; see `Admission.agent_line`."""
-        return self._admission.agent_line(is_ready=self._service.is_ready()[0])
+        return self._admission.agent_line(asker, is_ready=self._service.is_ready()[0])
 
     async def _handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        arrived_at = time.monotonic()
         route = _route(request)
         kind = self._kinds.get((request.method, route))
-        request_id = http.request_id(request.headers)
-        request[ARRIVED_AT] = request[WHOLE_AT] = arrived_at
-        request[ID] = request_id
-        trace, span = self._tracing.begin(f"{request.method} {route}", request.headers.get("traceparent"))
-        CURRENT.set(trace)
-        self._metrics.requests.in_flight.inc()
+        call = request[CALL] = self._course.begin(request.method, route, request.headers, kind)
         status = ABANDONED
         error: Exception | None = None
+        self._course.metrics.requests.in_flight.inc()
         try:
-            response = await self._answer(request, handler, route, kind)
+            response = await self._answer(request, call, handler)
             status = response.status
         except asyncio.CancelledError:
             raise
         except Exception as failed:  # noqa: BLE001  (the one translation of errors)
             error = failed
-            response = http.from_error(error, request_id, is_inference=request.path.startswith("/v2"))
+            response = http.from_error(error, call.request_id, is_inference=request.path.startswith("/v2"))
             status = response.status
         finally:
-            self._metrics.requests.in_flight.dec()
+            self._course.metrics.requests.in_flight.dec()
             self._admission.release(request)
-            self._ended(request, route, kind, trace, span, status, error)
+            if REJECTED not in request:  # admission has counted a rejection, and logs them once a second
+                self._course.end(call, status, error)
             error = None  # its traceback holds this frame: a cycle would wait for the collector
-        response.headers[http.REQUEST_ID] = request_id
-        response.headers["traceparent"] = trace.header
+        response.headers[http.REQUEST_ID] = call.request_id
+        response.headers["traceparent"] = call.trace.header
         if status in _CLOSING or not self._service.is_ready()[0]:
             response.force_close()  # draining: let the balancer's connections go
         return response
 
-    async def _answer(
-        self, request: web.Request, handler: Handler, route: str, kind: Kind[Any, Any] | None
-    ) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, call: ServerCall, handler: Handler) -> web.StreamResponse:
         address = self._address(request)
-        path = request.path if route == NO_ROUTE else route
+        path = request.path if call.route == NO_ROUTE else call.route
         if not address.serves(path):
             raise NotFound(f"{path}: not at this address; the public and the admin address serve different routes")
-        if route not in self._health:
+        if call.route not in self._health:
             is_loopback = address.refuses_foreign_hosts and not self._admission.is_proxy(request)
             refuse_foreign_pages(request.headers, is_loopback=is_loopback)
-        rule = self._rules.get((_method(request), route))
+        rule = self._rules.get((_method(request), call.route))
         if rule is None or rule.scope is not None:
-            await self._check_key(request, rule)
+            await self._check_key(request, call, rule)
         _check_media(request)
+        kind = call.kind
+        if kind is not None:
+            self._course.limit(call)
         if kind is None or kind.must_finish:
             await self._admission.receive(request, None, "", _NO_LIMIT_S, is_counted=address.is_public)
             return await handler(request)
-        budget_s = http.budget_s(request.headers, self._config.default_budget_s, self._config.max_budget_s)
-        tenant = request[KEY].tenant or ""
-        await self._admission.receive(request, kind, tenant, budget_s)
-        whole_at = request[WHOLE_AT] = time.monotonic()
-        left_s = request[LEFT_S] = budget_s - (whole_at - request[ARRIVED_AT])
-        with await self._admission.enter(request, kind, tenant, whole_at, left_s) as permit:
-            request[PERMIT] = permit
+        tenant = call.key.tenant or ""
+        await self._admission.receive(request, kind, tenant, call.until_at - call.arrived_at)
+        call.whole_at = time.monotonic()
+        left_s = call.until_at - call.whole_at
+        with await self._admission.enter(request, kind, tenant, call.whole_at, left_s) as call.permit:
             return await handler(request)
 
     def _address(self, request: web.Request) -> Address:
@@ -178,66 +229,23 @@ class Pipeline:
         # a connection that is gone has no name: it must not reach what its address does not serve
         return self.addresses.get(name[1] if isinstance(name, tuple) else name or "", PUBLIC_ONLY)
 
-    async def _check_key(self, request: web.Request, rule: Rule | None) -> None:
+    async def _check_key(self, request: web.Request, call: ServerCall, rule: Rule | None) -> None:
         """Check that the client's key allows the request, and spend its rate.
 
         Args:
-            request: gets `KEY`.
+            request: that waits where its key is over its rate.
+            call: gets the key.
             rule: of the route; None = there is no such route, which only clients with a key are told.
 
         Raises:
             Unauthorized: there is no valid key. Forbidden: it does not allow this. Overloaded: it is over its rate.
         """
-        key = request[KEY] = await self._keys.of_caller(request.headers.get("Authorization"))
-        if rule is not None and rule.scope is not None:
-            self._keys.require(key, rule.scope)
+        await self._course.find_key(call, None if rule is None else rule.scope)
         try:
-            self._keys.spend(key)
+            self._course.keys.spend(call.key)
         except Overloaded:
             await self._admission.pause(request)
             raise
-
-    def _ended(
-        self,
-        request: web.Request,
-        route: str,
-        kind: Kind[Any, Any] | None,
-        trace: Trace,
-        span: Span | None,
-        status: int,
-        error: Exception | None,
-    ) -> None:
-        """Count and log a request; a rejection of admission is counted there, and logged once a second."""
-        refusal = error.reason if isinstance(error, Overloaded) else None
-        if REJECTED in request:
-            return
-        ended = EndedRequest(
-            kind=kind.name if kind else None,
-            trace=trace,
-            request_id=request[ID],
-            method=request.method,
-            route=route,
-            status=status,
-            duration_s=time.monotonic() - request[WHOLE_AT],
-            failure=None if error is None else self._access_log.failed(error),
-            key=request[KEY].name if self._keys.has_keys and KEY in request else None,
-            user=request.get(USER),
-            answer=request.get(ANSWER),
-        )
-        stages_s = ended.answer.stages_s if ended.answer else {}
-        self._metrics.requests.done(
-            ended.kind,
-            route,
-            status,
-            ended.duration_s,
-            stages_s,
-            refusal=refusal,
-            has_s=request.get(LEFT_S, 0.0 if isinstance(error, DeadlineExceeded) else _NO_LIMIT_S),
-        )
-        self._access_log.write(ended)
-        if span is not None:
-            parsed_at = request.get(PARSED_AT)
-            self._tracing.end(span, stages_s, request[ARRIVED_AT], parsed_at, _span_attributes(ended))
 
 
 def _method(request: web.Request) -> str:
@@ -269,14 +277,14 @@ def _route(request: web.Request) -> str:
     return resource.canonical if resource else NO_ROUTE
 
 
-def _span_attributes(ended: EndedRequest) -> dict[str, str | int]:
+def _span_attributes(call: ServerCall, status: int) -> dict[str, str | int]:
     attributes: dict[str, str | int] = {
-        "http.request.method": ended.method,
-        "http.route": ended.route,
-        "http.response.status_code": ended.status,
-        "npu_gr.request_id": ended.request_id,
+        "http.request.method": call.method,
+        "http.route": call.route,
+        "http.response.status_code": status,
+        "npu_gr.request_id": call.request_id,
     }
-    fields = ended.answer.log_fields() if ended.answer else {}
+    fields = call.answer.log_fields() if call.answer else {}
     if "outcome" in fields:
         attributes["npu_gr.outcome"] = fields["outcome"] or "none"
     if "prefix_tokens" in fields:

@@ -31,21 +31,19 @@ class Reader:
         self._config = config
         self.pieces = Pieces()
 
-    async def read_whole(self, request: web.Request, parse: Callable[[bytes], T], until_at: float = float("inf")) -> T:
-        """Read a body that `parse` decodes by itself, in one piece, and bounds before it makes an object of anything.
+    async def in_turn(self, parse: Callable[[], T], until_at: float = float("inf")) -> T:
+        """Read what `parse` decodes by itself, in one piece, and bounds before it makes an object of anything.
 
         Args:
-            request: whose body has come.
-            parse: what to make of it.
+            parse: what to do.
             until_at: as for `read`.
 
         Raises:
             DeadlineExceeded: others' bodies took the time. What `parse` raises.
         """
-        body = request[BODY]
         await self.pieces.turn(until_at)
         with self.pieces:
-            return parse(body)
+            return parse()
 
     async def read(
         self,
@@ -75,15 +73,11 @@ class Reader:
             await self.pieces.turn(until_at)
             with self.pieces:
                 return parse(decode(body, media, cls))
-        await self.pieces.turn(until_at)
-        with self.pieces:
-            bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes)
-        await self.pieces.turn(until_at)
-        with self.pieces:
-            decoded = decode(body, media, cls)
-        await self.pieces.turn(until_at)
-        with self.pieces:
-            return parse(decoded)
+        await self.in_turn(
+            lambda: bulk.check(skim(body, media, cls), len(body), cls, self._config, loose_bytes), until_at
+        )
+        decoded = await self.in_turn(lambda: decode(body, media, cls), until_at)
+        return await self.in_turn(lambda: parse(decoded), until_at)
 
 
 SHARE = 0.5  # of the loop's time

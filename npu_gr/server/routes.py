@@ -26,10 +26,10 @@ from npu_gr.server.auth.keys import KeyRefusal, KeyRing
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.kind_routes import kind_handlers, kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
-from npu_gr.server.middleware import Pipeline
-from npu_gr.server.oip.routes import InferenceRoutes
+from npu_gr.server.middleware import Course, Pipeline
+from npu_gr.server.oip.routes import Inference, InferenceRoutes
 from npu_gr.server.reading import Reader
-from npu_gr.server.rpc.server import RPC, open_rpc
+from npu_gr.server.rpc.server import RPC, RpcServer
 from npu_gr.server.run import PIPELINE, TLS
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.status import Insight, OwnInsight
@@ -61,19 +61,20 @@ def build_web_app(
     access_log = AccessLog(config)
     admission = Admission(service.admission, config, metrics)
     metrics.process.observe_ready(service.is_ready)
-    pipeline = Pipeline(service, metrics, keys, admission, access_log, tracing or Tracing(), config)
+    course = Course(metrics=metrics, keys=keys, access_log=access_log, tracing=tracing or Tracing(), config=config)
+    pipeline = Pipeline(service, course, admission)
     shown = insight(access_log) if insight else OwnInsight(service, metrics, access_log.newest)
     app = web.Application(client_max_size=config.max_body_bytes, middlewares=[pipeline.middleware()])
     reader = Reader(config)
-    handlers = kind_handlers(service, config, reader, keys)
-    app.add_routes(kind_routes(handlers))
+    app.add_routes(kind_routes(kind_handlers(service, course, reader)))
+    inference = Inference(service, course, reader, shown)
     for group in (
         ModelRoutes(service),
         ItemRoutes(service),
         CatalogueRoutes(service, config, reader),
         VectorsRoutes(service),
         HealthRoutes(service),
-        InferenceRoutes(service, config, reader, keys, shown),
+        InferenceRoutes(inference),
         ObservabilityRoutes(service, config, shown),
         UserRoutes(service),
     ):
@@ -90,7 +91,7 @@ def build_web_app(
     app.cleanup_ctx.append(background)
     app[PIPELINE] = pipeline
     if config.grpc_port is not None:
-        app[RPC] = open_rpc(service, config, metrics, keys, access_log, tracing or Tracing(), shown)
+        app[RPC] = RpcServer(inference)
     if tls is not None:
         app[TLS] = tls
         process.observe_certificate("server", tls.expiry)

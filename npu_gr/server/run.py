@@ -160,7 +160,7 @@ async def agent(pipeline: Pipeline, config: ServerConfig) -> AsyncIterator[int |
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(AGENT_TIMEOUT_S):
-                writer.write(pipeline.agent_line())
+                writer.write(pipeline.agent_line(writer.get_extra_info("peername")[0]))
                 await writer.drain()
         writer.close()
 

@@ -167,18 +167,18 @@ def examine_instance(config: Config) -> list[WayIn]:
             WayIn(
                 f"server.agent {server.host}:{server.agent_port}",
                 Openness.LOCAL,
-                "whoever reaches it reads how many requests the instance takes at once, and nothing else",
+                "whoever reaches it reads how many requests the instance takes at once, and is not paced when rejected",
                 "" if is_loopback_name(server.host) else "let only the routers reach it",
             )
         )
     found += _keys(keys)
-    if not is_loopback_name(server.host) and not server.trusted_proxies:
+    if not is_loopback_name(server.host) and not server.trusted_proxies and server.agent_port is None:
         found.append(
             WayIn(
                 "server.trusted_proxies",
                 Openness.OPEN,
                 "clients reach the instance itself: nothing bounds slow headers, floods of connections and overloads",
-                "put `npu-gr route` in front of it and name its address here (docs/deploy.md)",
+                "put `npu-gr route` in front of it, and set server.agent_port, which it asks (docs/deploy.md)",
             )
         )
     found += _proxies(server.trusted_proxies)

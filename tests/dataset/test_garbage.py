@@ -11,13 +11,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, lines, prepare, read_log, table
 from npu_gr.dataset.engine import in_memory
-from npu_gr.dataset.lines import ignore_progress
+from npu_gr.dataset.lines import PACKED, ignore_progress
 from npu_gr.dataset.rejects import RejectReason
 from npu_gr.dataset.sources import open_source
 from npu_gr.dataset.table import SourceTable
@@ -246,24 +246,64 @@ def test_an_event_column_of_very_many_kinds_is_refused(tmp_path: Path) -> None:
         prepare(tmp_path / "log.csv", tmp_path / "data", PrepareOptions(event="event"))
 
 
+ODD = st.lists(st.sampled_from([b"\r", b"\n", b"\r\n", b"\0", b",", b"a", b'"', b"\xff", b"\xef\xbb\xbf"])).map(
+    b"".join
+)
+
+
 @settings(deadline=None)
-@given(content=st.binary(max_size=200))
-def test_any_bytes_are_a_log_or_are_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+@given(
+    content=st.binary(max_size=200) | ODD,
+    header=st.sampled_from([b"user_id,item_id\n", b"user_id,item_id\r\n", b""]),
+    packed=st.sampled_from(["", ".gz", ".zst"]),
+)
+@example(content=b"\r\0", header=b"user_id,item_id\n", packed="")  # DuckDB takes the \r for an empty line
+@example(content=b"\r\n", header=b"user_id,item_id\n", packed=".gz")  # two empty lines
+@example(content=b"a,b\n\rc,d", header=b"", packed=".zst")
+def test_any_bytes_are_a_log_or_are_refused(
+    content: bytes, header: bytes, packed: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Each line is a row, a part of one, or rejected: none is lost."""
-    path = tmp_path_factory.mktemp("x") / "log.csv"
-    path.write_bytes(b"user_id,item_id\n" + content)
-    source = open_source(path)
+    path = tmp_path_factory.mktemp("x") / f"log.csv{packed}"
+    with pa.output_stream(path, compression=PACKED.get(packed)) as stream:
+        stream.write(header + content)
+    try:
+        source = open_source(path, columns=() if header else ("user_id", "item_id"))
+    except DataError:
+        assert not header  # of what has none the first line must have two cells
+        return
+    first = 2 if header else 1
     with in_memory() as con:
         found = SourceTable(
             con, "log", source, ["user_id", "item_id"], lambda cells: f"SELECT *, state AS reason FROM ({cells})"
         )
         found.load(ignore_progress)
-        seen = [n + 2 for (n,) in con.execute("SELECT n FROM log WHERE reason >= 0").fetchall()]
+        seen = [n + first for (n,) in con.execute("SELECT n FROM log WHERE reason >= 0").fetchall()]
     assert len(set(seen)) == len(seen)
-    assert set(seen) <= set(range(2, content.count(b"\n") + 3))
+    assert set(seen) <= set(range(first, content.count(b"\n") + first + 1))
     if b'"' not in content:
-        rest = content.split(b"\n")
-        assert sorted(seen) == [at for at, line in enumerate(rest, 2) if line.rstrip(b"\r")]
+        rest = content if header else content.removeprefix(b"\xef\xbb\xbf")
+        assert sorted(seen) == [at for at, line in enumerate(rest.split(b"\n"), first) if line.rstrip(b"\r")]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 4 << 20])
+def test_duckdb_reads_files_whose_ends_are_alike(
+    block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lines, "BLOCK_BYTES", block_bytes)
+    for content, is_alike in {
+        b"": True,
+        b"ab": True,
+        b"a\nb": True,
+        b"a\r\nb\r\n": True,
+        b"a\nb\r\n": False,
+        b"a\r\nb\nc\r\n": False,
+        b"a\nb\r": False,
+        b"a\r\n\r": False,
+        b"a\rb\nc": False,
+    }.items():
+        (tmp_path / "log.csv").write_bytes(content)
+        assert lines.has_like_ends(tmp_path / "log.csv") is is_alike, content
 
 
 @pytest.mark.parametrize(

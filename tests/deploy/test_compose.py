@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from npu_gr.cli.main import main
+from npu_gr.core.settings import override
 from npu_gr.route.config import load as load_router
 from npu_gr.server.config import ServerConfig
+from npu_gr.service.config import from_table
 from tests.sources import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -57,9 +59,12 @@ def test_a_container_has_the_time_that_draining_takes() -> None:
 
 def test_addresses_meet() -> None:
     """The router asks the instance, Prometheus its admin address, Grafana Prometheus."""
-    server, router = ServerConfig(), load_router(DEPLOY / "router.yaml", [])
-    assert router.discovery.instances is not None
-    assert [(one.host, one.port) for one in router.discovery.instances] == [("127.0.0.1", server.port)]
+    _, *given = SERVICES["instance"]["command"]
+    overrides = [given[at + 1] for at, word in enumerate(given) if word == "--set"]
+    server = override(from_table({"checkpoint": "x"}), overrides).server
+    (one,) = load_router(DEPLOY / "router.yaml", []).discovery.instances
+    found = (one.host, one.port, one.admin_port, one.agent_port)
+    assert found == (server.host, server.port, server.admin_port, server.agent_port)
     assert f":{server.port}/readyz" in SERVICES["instance"]["healthcheck"]["test"][-1]
     scraped = yaml.safe_load((ROOT / "dashboards/prometheus.yml").read_text())["scrape_configs"][0]
     assert scraped["static_configs"][0]["targets"] == [f"127.0.0.1:{server.admin_port}"]

@@ -81,13 +81,16 @@ def test_the_configurations_inside_are_valid_and_agree() -> None:
     pod = named("StatefulSet", "npu-gr")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > instance.server.drain_grace_s + instance.server.shutdown_timeout_s
     ports = {one["name"]: one["containerPort"] for one in pod["containers"][0]["ports"]}
-    assert ports == {"https": instance.server.port, "admin": instance.server.admin_port}
+    server = instance.server
+    assert ports == {"https": server.port, "admin": server.admin_port, "agent": server.agent_port}
     assert router.instances_tls is not None
     assert router.instances_tls.server_name == "npu-gr"
     most = named("HorizontalPodAutoscaler", "npu-gr")["spec"]["maxReplicas"]
     assert [one.name for one in listed] == [f"npu-gr-{i}" for i in range(most)]
     assert {one.host for one in listed} == {f"npu-gr-{i}.npu-gr" for i in range(most)}
-    assert {one.port for one in listed} == {instance.server.port}
+    assert {(one.port, one.admin_port, one.agent_port) for one in listed} == {
+        (server.port, server.admin_port, server.agent_port)
+    }
 
 
 def test_the_autoscaler_reads_metrics_that_exist() -> None:
@@ -204,8 +207,8 @@ def test_who_may_call_whom(workload: dict[str, Any]) -> None:
     ports = {
         one["name"]: one["containerPort"] for one in workload["spec"]["template"]["spec"]["containers"][0]["ports"]
     }
-    came = {one["ports"][0]["port"]: one.get("from") for one in policy["ingress"]}
-    assert came.keys() == {ports["https"], ports["admin"]}
+    came = {port["port"]: one.get("from") for one in policy["ingress"] for port in one["ports"]}
+    assert came.keys() == set(ports.values())
     operators = [
         {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},
         {"podSelector": {"matchLabels": {"npu-gr.example/operator": "true"}}},
@@ -213,8 +216,9 @@ def test_who_may_call_whom(workload: dict[str, Any]) -> None:
     router = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "npu-gr-router"}}}
     assert came[ports["admin"]] == operators + [router] * (name == "npu-gr")  # changes of the catalogue come by it
     assert came[ports["https"]] == ([router] if name == "npu-gr" else None)
+    assert came.get(ports.get("agent")) == ([router] if name == "npu-gr" else None)
     goes = sorted(port["port"] for one in policy["egress"] for port in one["ports"] if one["to"])
-    assert goes == ([53, 53, 4318, 6379] if name == "npu-gr" else [53, 53, 8080, 8081])
+    assert goes == ([53, 53, 4318, 6379] if name == "npu-gr" else [53, 53, 8080, 8081, 8082])
 
 
 def test_cert_manager_makes_the_secrets_that_pods_mount() -> None:

@@ -106,17 +106,35 @@ async def test_a_rank_that_an_instance_fails_is_answered_by_another() -> None:
         assert (await s.post("signal"))[0] == 202  # there was no connection, so nobody had begun it
 
 
+async def test_a_rank_that_waits_for_a_frozen_instance_is_answered_by_another() -> None:
+    """One holds the only place there, until its answer is late; the others wait out the queue, and none is refused."""
+    inflight = {"instance_inflight": 1}
+    async with site(3, objective_s=0.2, health={"failures": 1000}, limits=inflight) as s:
+        users = [user for user in (f"u{i}" for i in range(60)) if (await s.home(user)).name == "i0"]
+        frozen = s.fakes[0]
+        frozen.delay_s = 60.0
+        answers = await asyncio.gather(*(s.post("rank", user) for user in users[:8]))
+        assert [status for status, _, _ in answers] == [200] * 8
+        assert "i0" not in {headers["X-NpuGr-Instance"] for _, _, headers in answers}
+        waits = asyncio.create_task(s.post("rank", users[0]))
+        await until_inside(frozen)
+        assert (await s.post("signal", users[1]))[0] == 429  # one that has waited is not sent elsewhere
+        assert (await waits)[0] == 200
+
+
+async def until_inside(fake: Fake) -> None:
+    async def is_inside() -> bool:
+        return fake.num_inside > 0
+
+    await until(is_inside)
+
+
 async def test_the_queue_is_short_and_its_end_is_429_with_a_time_to_retry() -> None:
     """L4. Never 503, and an instance never has more inside than it said."""
     async with site(1, has_agent=True, objective_s=0.1) as s:
         (only,) = s.fakes
         only.agent, only.delay_s = "up maxconn:2", 0.3
-
-        async def is_two() -> bool:
-            return "2" in (await s.proxy.command("show servers conn users")).split() or only.agent_port > 0
-
-        await until(is_two)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.5)  # until the agent has been asked
         only.most_inside = 0
         answers = await asyncio.gather(*(s.post("rank", f"u{i}") for i in range(20)))
         statuses = [status for status, _, _ in answers]

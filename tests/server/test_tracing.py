@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,6 +74,24 @@ async def test_the_stages_of_a_sampled_rank(tmp_path: Path) -> None:
             at = span.end_time
         assert request.end_time is not None
         assert at <= request.end_time + 1_000_000
+
+
+def test_stages_that_overlap_end_with_the_request() -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    tracing = Tracing(provider.get_tracer("test"), 1.0)
+    _, span = tracing.begin("POST /v1/rank", None)
+    assert span is not None
+    now_at = time.monotonic()
+    tracing.end(span, {"history": 0.5, "queue": 0.7}, now_at - 1, now_at - 0.9, {"http.response.status_code": 200})
+    spans = by_name(exporter)
+    assert list(spans) == ["read", "history", "queue", "write", "POST /v1/rank"]
+    for one in spans.values():
+        assert one.start_time is not None
+        assert one.end_time is not None
+        assert one.start_time <= one.end_time <= (spans["POST /v1/rank"].end_time or 0)
+    provider.shutdown()
 
 
 @pytest.mark.parametrize(

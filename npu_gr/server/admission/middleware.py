@@ -10,7 +10,8 @@ client says, only by what it has sent.
 
 A rejected client that retries at once would cost more than it gets. So rejections to clients that connect directly wait
 for so long that all of them together leave at most `REJECTIONS_PER_S` times a second. A proxy's connections carry other
-clients' requests and are answered at once; its own queue paces (`server.trusted_proxies`).
+clients' requests and are answered at once; its own queue paces. Proxies are `server.trusted_proxies`, and who asks the
+agent how many requests fit.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ LOG_S = 1.0  # between two lines about rejections
 SEARCHED_BYTES = 2048  # of each end of a body, for its tenant
 AGENT_SHARE = 0.12  # of the objective: what a proxy sends at once; its own queue takes most of the rest
 AGENT_LIMITS = (2, 64)  # requests
+AGENT_MEMORY_S = 5.0  # a proxy asks ten times a second
 BODY = web.RequestKey("body", bytes)
 REJECTED = web.RequestKey("rejected", bool)  # by admission, which has counted it
 COUNTED_BYTES = web.RequestKey("counted_bytes", int)  # of the body, in `Admission.receiving_bytes`
@@ -65,6 +67,7 @@ class Admission:
         self._config = config
         self._metrics = metrics
         self._trusted = [ipaddress.ip_network(text) for text in config.trusted_proxies]
+        self._asked_at: dict[str, float] = {}  # address -> when it last asked the agent
         self._counts: Counter[str] = Counter()  # rejections by kind, since the last line of the log
         self.receiving_bytes = 0  # of bodies that arrive, wait or are served
         self.paused = 0  # rejections that wait
@@ -161,7 +164,8 @@ class Admission:
     async def pause(self, request: web.Request) -> None:
         """Let a rejection wait for its turn, where its client connects directly."""
         self.release(request)
-        if self.paused >= MAX_PAUSED or self.is_proxy(request):
+        asked_at = self._asked_at.get(request.remote or "", -AGENT_MEMORY_S)
+        if self.paused >= MAX_PAUSED or self.is_proxy(request) or time.monotonic() - asked_at < AGENT_MEMORY_S:
             return
         self.paused += 1
         try:
@@ -177,12 +181,20 @@ class Admission:
             return False
         return any(ipaddress.ip_address(peer[0]) in network for network in self._trusted)
 
-    def agent_line(self, *, is_ready: bool) -> bytes:
+    def agent_line(self, asker: str, *, is_ready: bool) -> bytes:
         """Return what HAProxy's agent-check is told: how many requests to send at once, or to send none.
 
         HAProxy keeps those over the limit in its own queue. The limit follows the learnt service time, so a slower core
         is sent fewer at once.
+
+        Args:
+            asker: the address of the proxy; rejections to it are not delayed.
+            is_ready: the instance accepts work.
         """
+        now_at = time.monotonic()
+        if asker not in self._asked_at:  # the only time at which it grows
+            self._asked_at = {one: at for one, at in self._asked_at.items() if now_at - at < AGENT_MEMORY_S}
+        self._asked_at[asker] = now_at
         if not is_ready:
             return b"drain\n"
         return b"up ready maxconn:%d\n" % self._controller.work.proxy_limit(AGENT_SHARE, *AGENT_LIMITS)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
@@ -33,11 +33,13 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadRequest, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.words import cut, near, quoted
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.codec import CODECS
 from npu_gr.server.codec.bulk import LOOSE_BYTES, count_elements, parts
 from npu_gr.server.codec.fields import MOST_NAMES, Codec, Shown
 from npu_gr.server.codec.media import MSGPACK, convert
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.http import BUDGET_HEADERS
 
 Parameter = bool | int | float | str
 TIMEOUT = "timeout"  # parameter of a request: microseconds that the caller waits, as Triton's clients send them
@@ -220,16 +222,15 @@ class InferRequest(NamedTuple):
     id: str
     inputs: list[Tensor]
     parameters: dict[str, Parameter]
-    outputs: tuple[str, ...]  # that are wanted; () = all
+    outputs: Mapping[str, bool]  # that are wanted, and whether as raw bytes; {} = all
+    is_raw: bool = True  # all are wanted as raw bytes where none is named
 
-    def waits_until(self, arrived_at: float, until_at: float, max_s: float, *, is_named: bool) -> float:
-        """Find when the caller gives up, by the parameter `timeout` too; 0 is none.
+    def waits_until(self, call: ServerCall, max_s: float) -> float:
+        """Find when the caller gives up, by the parameter `timeout` too, which alone replaces the default; 0 is none.
 
         Args:
-            arrived_at: when the infer did.
-            until_at: what is known without the parameter.
+            call: of the infer.
             max_s: at most, from its arrival.
-            is_named: the caller named `until_at`, so that the parameter cannot be later; else it is the default.
 
         Raises:
             Unprocessable: the parameter is no whole number of microseconds.
@@ -238,9 +239,10 @@ class InferRequest(NamedTuple):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise Unprocessable(f"parameter {TIMEOUT}: {quoted(value)}; takes whole microseconds")
         if not value:
-            return until_at
-        own_at = arrived_at + min(value * 1e-6, max_s)
-        return min(own_at, until_at) if is_named else own_at
+            return call.until_at
+        own_at = call.arrived_at + min(value * 1e-6, max_s)
+        is_named = call.has_deadline or any(name in call.headers for name in BUDGET_HEADERS)
+        return min(own_at, call.until_at) if is_named else own_at
 
 
 class InferAnswer(NamedTuple):
@@ -274,7 +276,7 @@ class Model:
                 listed.append(Output(field.name + NAMES, BYTES, (-1,)))
         return listed
 
-    def check_outputs(self, wanted: tuple[str, ...], tasks: tuple[str, ...]) -> None:
+    def check_outputs(self, wanted: Iterable[str], tasks: tuple[str, ...]) -> None:
         """Check that there are such outputs. Raises Unprocessable."""
         names = [one.name for one in self.outputs(tasks)]
         for name in wanted:
@@ -311,14 +313,14 @@ class Model:
             raise Unprocessable(f"unknown {what} {cut(name)}{near(name, self.inputs)}")
         return one
 
-    def answer(self, answer: Any, request_id: str, shown: Shown, wanted: tuple[str, ...]) -> InferAnswer:
+    def answer(self, answer: Any, request_id: str, shown: Shown, wanted: Collection[str]) -> InferAnswer:
         """Make tensors of a kind's answer.
 
         Args:
             answer: of the service.
             request_id: under which the log has it.
             shown: as for the codec.
-            wanted: outputs; () = all that the answer has.
+            wanted: outputs; empty = all that the answer has.
 
         Raises:
             Unprocessable: the answer to this request does not have one that is wanted.

@@ -7,28 +7,29 @@ model has said how much it may be.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from npu_gr import __version__
 from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.words import cut, quoted
 from npu_gr.metrics.registry.requests import AdmissionResult
-from npu_gr.server.auth.keys import KeyRing
+from npu_gr.server.access_log import ServerCall
+from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.codec.fields import Shown
 from npu_gr.server.codec.media import JSON, decode, encode
-from npu_gr.server.config import ServerConfig
-from npu_gr.server.http import BUDGET_HEADERS, json_response
-from npu_gr.server.kind_routes import add_headers, ask, parse_body, until
-from npu_gr.server.middleware import ARRIVED_AT, ID, KEY, OCTETS, USER
+from npu_gr.server.http import json_response
+from npu_gr.server.kind_routes import add_headers, ask, parse_body
+from npu_gr.server.middleware import CALL, OCTETS, Course
 from npu_gr.server.oip.models import (
     BYTES,
     DTYPES,
@@ -115,21 +116,13 @@ class InferOut(msgspec.Struct, frozen=True, kw_only=True):
     outputs: list[OutputOut]
 
 
-class HttpInfer(NamedTuple):
-    """An infer as it was read, and which of its outputs are wanted as raw bytes."""
-
-    infer: InferRequest
-    raw_outputs: frozenset[str]
-    is_raw: bool  # the others are
-    model_name: str  # that the body names; "" = none
-
-
-def read(body: bytes, header_length: str | None) -> HttpInfer:
+def read(body: bytes, header_length: str | None, model: str) -> InferRequest:
     """Read the body of an infer; `data` stays as it came.
 
     Args:
         body: whole.
         header_length: the header `HEADER_LENGTH`; None = the body is JSON alone.
+        model: that the address names.
 
     Raises:
         BadRequest: it cannot be parsed, or the lengths do not fit. Unprocessable: a field is not as it should be.
@@ -137,6 +130,8 @@ def read(body: bytes, header_length: str | None) -> HttpInfer:
     """
     num_json = _json_bytes(body, header_length)
     skimmed = decode(body[:num_json], JSON, InferIn)
+    if skimmed.model_name not in ("", model):
+        raise Unprocessable(f"model_name: {quoted(skimmed.model_name)}, and the address names {model}")
     inputs_raw = bytes(skimmed.inputs)
     if (num := inputs_raw.count(b'"datatype"')) > MOST_TENSORS:
         raise TooLarge(f"inputs: {num} tensors, the limit is {MOST_TENSORS}")
@@ -151,12 +146,8 @@ def read(body: bytes, header_length: str | None) -> HttpInfer:
     if not isinstance(is_raw, bool):
         raise Unprocessable(f"parameters: {BINARY_OUTPUT}: takes true or false")
     chosen = {one.name: one.parameters.binary_data for one in outputs}
-    return HttpInfer(
-        InferRequest(skimmed.id, _tensors(inputs, body, num_json), parameters, tuple(chosen)),
-        frozenset(name for name, choice in chosen.items() if (is_raw if choice is None else choice)),
-        is_raw,
-        skimmed.model_name,
-    )
+    wanted = {name: is_raw if choice is None else choice for name, choice in chosen.items()}
+    return InferRequest(skimmed.id, _tensors(inputs, body, num_json), parameters, wanted, is_raw)
 
 
 def _json_bytes(body: bytes, header_length: str | None) -> int:
@@ -206,7 +197,7 @@ def _tensors(inputs: Iterable[InputIn], body: bytes, at: int) -> list[Tensor]:
     return tensors
 
 
-def write(name: str, asked: HttpInfer, answer: InferAnswer) -> tuple[bytes, int | None]:
+def write(name: str, asked: InferRequest, answer: InferAnswer) -> tuple[bytes, int | None]:
     """Write the answer of a model to an infer.
 
     Returns:
@@ -216,8 +207,7 @@ def write(name: str, asked: HttpInfer, answer: InferAnswer) -> tuple[bytes, int 
     behind: list[bytes] = []
     for tensor in answer.outputs:
         about: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-        is_raw = tensor.name in asked.raw_outputs if asked.infer.outputs else asked.is_raw
-        if is_raw:
+        if asked.outputs.get(tensor.name, asked.is_raw):
             raw = pack(tensor.values) if tensor.datatype == BYTES else tensor.values
             behind.append(raw)
             outputs.append(OutputOut(**about, parameters=InputParameters(binary_data_size=len(raw))))
@@ -228,7 +218,7 @@ def write(name: str, asked: HttpInfer, answer: InferAnswer) -> tuple[bytes, int 
     out = InferOut(
         model_name=name,
         model_version=answer.version,
-        id=asked.infer.id,
+        id=asked.id,
         parameters=answer.parameters,
         outputs=outputs,
     )
@@ -239,11 +229,22 @@ def write(name: str, asked: HttpInfer, answer: InferAnswer) -> tuple[bytes, int 
 # ---- what is served
 
 
-class ServedModels:
-    """The models that a service has at this moment."""
+class Inference:
+    """The models that a service has at this moment, whichever way they are asked."""
 
-    def __init__(self, service: ServiceProtocol) -> None:
-        self._service = service
+    def __init__(self, service: ServiceProtocol, course: Course, reader: Reader, insight: Insight) -> None:
+        """Ask nothing yet.
+
+        Args:
+            service: answers.
+            course: of every request.
+            reader: lets long requests take turns.
+            insight: has the metrics.
+        """
+        self.service = service
+        self.course = course
+        self._reader = reader
+        self._insight = insight
 
     def find(self, name: str, version: str | None = None) -> tuple[Model, tuple[str, ...]]:
         """Find a model, and the versions of it that can be asked for.
@@ -251,21 +252,19 @@ class ServedModels:
         Raises:
             NotFound: there is none of that name, or none of that version.
         """
-        versions = self._service.kind_versions().get(name)
+        versions = self.service.kind_versions().get(name)
         if name not in MODELS or versions is None:
-            raise NotFound(f"model: {quoted(name)} is not served; {', '.join(self.names()) or 'none'} is")
+            raise NotFound(f"model: {quoted(name)} is not served; {', '.join(self._names()) or 'none'} is")
         if version is not None and version not in versions:
             raise NotFound(f"version: {quoted(version)} of {name} is not served; {', '.join(versions)} is")
         return MODELS[name], versions
 
-    def names(self) -> list[str]:
-        """Name the models."""
-        served = self._service.kind_versions()
+    def _names(self) -> list[str]:
+        served = self.service.kind_versions()
         return [name for name in MODELS if name in served]
 
-    def tasks(self) -> tuple[str, ...]:
-        """Name the tasks of the ranker."""
-        models = self._service.models()
+    def _tasks(self) -> tuple[str, ...]:
+        models = self.service.models()
         return models[0].tasks if models else ()
 
     def metadata(self, name: str, version: str | None) -> dict[str, Any]:
@@ -278,22 +277,95 @@ class ServedModels:
             "inputs": [
                 {"name": one.name, "datatype": one.datatypes[0], "shape": one.shape} for one in model.inputs.values()
             ],
-            "outputs": [one._asdict() for one in model.outputs(self.tasks())],
+            "outputs": [one._asdict() for one in model.outputs(self._tasks())],
         }
+
+    async def infer(
+        self, call: ServerCall, model: Model, version: str | None, read: Callable[[], InferRequest]
+    ) -> tuple[InferRequest, InferAnswer]:
+        """Answer an infer.
+
+        Args:
+            call: of it.
+            model: that it asks.
+            version: that it names.
+            read: makes the infer of its message; its tensors are read once the model has bounded them.
+        """
+
+        def parse() -> tuple[InferRequest, object, Shown]:
+            asked = read()
+            model.check_outputs(asked.outputs, self._tasks())
+            body = model.body(asked, version, self.course.config)
+            return asked, *parse_body(call, body, model.codec, self.service, self.course)
+
+        asked, parsed, shown = await self._reader.in_turn(parse, call.until_at)
+        call.until_at = asked.waits_until(call, self.course.config.max_budget_s)
+        answer = await ask(call, model.kind, parsed, shown, self.service)
+        return asked, model.answer(answer, call.request_id, shown, asked.outputs)
+
+    async def statistics(self, name: str | None, version: str | None) -> list[dict[str, Any]]:
+        """Return what metrics have counted since the start of a model, or where none is named, of all.
+
+        What is counted is of all versions. How long refused and failed requests took is not measured, nor the writing
+        of answers, nor batches by their size.
+
+        Raises:
+            NotFound: there is no such model.
+        """
+        asked = [(one, self.find(one, version)[1]) for one in ([name] if name else self._names())]
+        text, _ = await self._insight.exposition("", _NAMES)
+        samples = [one for family in text_string_to_metric_families(text.decode()) for one in family.samples]
+        return [_statistics(kind, version or next(iter(versions), ""), samples) for kind, versions in asked]
+
+
+# ---- the statistics extension
+
+_ADMISSIONS = "npu_gr_admissions_total"
+_DURATION = "npu_gr_request_duration_seconds"
+_STAGES = "npu_gr_stage_duration_seconds"
+_NAMES = (_ADMISSIONS, *(f"{family}_{part}" for family in (_DURATION, _STAGES) for part in ("count", "sum")))
+_BEFORE = frozenset({"door", "history", "lease", "preprocess"})  # stages that make the device's input
+
+
+def _statistics(kind: str, version: str, samples: list[Sample]) -> dict[str, Any]:
+    own = [one for one in samples if one.labels.get("kind") == kind]
+
+    def times(family: str, stages: Iterable[str] = ("",)) -> dict[str, int]:
+        """Add the times of stages; their count is that of the one that was measured most often."""
+        named = [one for one in own if one.labels.get("stage", "") in stages]
+        counts = [int(one.value) for one in named if one.name == f"{family}_count"]
+        seconds = sum(one.value for one in named if one.name == f"{family}_sum")
+        return {"count": max(counts, default=0), "ns": round(seconds * 1e9)}
+
+    refused = [one for one in own if one.name == _ADMISSIONS]
+    refused = [one for one in refused if one.labels["verdict"] != AdmissionResult.ADMITTED.value]
+    success = times(_DURATION)
+    return {
+        "name": kind,
+        "version": version,
+        "last_inference": 0,
+        "inference_count": success["count"],
+        "execution_count": success["count"],
+        "inference_stats": {
+            "success": success,
+            "fail": {"count": sum(int(one.value) for one in refused), "ns": 0},
+            "queue": times(_STAGES, ("queue",)),
+            "compute_input": times(_STAGES, _BEFORE),
+            "compute_infer": times(_STAGES, frozenset(KINDS[kind].stages) - _BEFORE - {"queue"}),
+            "compute_output": {"count": 0, "ns": 0},
+        },
+        "batch_stats": [],
+    }
+
+
+# ---- over HTTP
 
 
 class InferenceRoutes:
     """Metadata, readiness, statistics and infer."""
 
-    def __init__(
-        self, service: ServiceProtocol, config: ServerConfig, reader: Reader, keys: KeyRing, insight: Insight
-    ) -> None:
-        self._service = service
-        self._config = config
-        self._reader = reader
-        self._keys = keys
-        self._insight = insight
-        self._models = ServedModels(service)
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
 
     def routes(self) -> list[web.RouteDef]:
         each = "/v2/models/{model}"
@@ -305,7 +377,7 @@ class InferenceRoutes:
                 for path in (each, f"{each}/versions/{{version}}")
                 for end, handler in (("", self._metadata), ("/ready", self._ready), ("/stats", self._statistics))
             ),
-            *(web.post(path, self._infer(model)) for model in MODELS.values() for path in model.kind.paths[1:]),
+            *(web.post(path, partial(self._infer, name)) for name in MODELS for path in KINDS[name].paths[1:]),
         ]
 
     async def _server(self, _: web.Request) -> web.Response:
@@ -313,105 +385,27 @@ class InferenceRoutes:
 
     async def _metadata(self, request: web.Request) -> web.Response:
         of = request.match_info
-        return json_response(self._models.metadata(of["model"], of.get("version")))
+        return json_response(self._inference.metadata(of["model"], of.get("version")))
 
     async def _ready(self, request: web.Request) -> web.Response:
-        model, _ = self._models.find(request.match_info["model"], request.match_info.get("version"))
-        require_ready(self._service)
+        model, _ = self._inference.find(request.match_info["model"], request.match_info.get("version"))
+        require_ready(self._inference.service)
         return json_response({"name": model.kind.name, "ready": True})
 
     async def _statistics(self, request: web.Request) -> web.Response:
         of = request.match_info
-        found = await statistics(self._insight, self._models, of.get("model"), of.get("version"))
-        return json_response({"model_stats": found})
+        return json_response({"model_stats": await self._inference.statistics(of.get("model"), of.get("version"))})
 
-    def _infer(self, model: Model) -> Callable[[web.Request], Awaitable[web.Response]]:
-        kind = model.kind
-
-        async def handle(request: web.Request) -> web.Response:
-            version = request.match_info.get("version")
-            self._models.find(kind.name, version)
-
-            def parse(body: bytes) -> tuple[HttpInfer, object, Shown]:
-                asked = read(body, request.headers.get(HEADER_LENGTH))
-                if asked.model_name not in ("", kind.name):
-                    raise Unprocessable(f"model_name: {quoted(asked.model_name)}, and the address names {kind.name}")
-                model.check_outputs(asked.infer.outputs, self._models.tasks())
-                made = model.body(asked.infer, version, self._config)
-                is_about = partial(request.__setitem__, USER)
-                key = request[KEY]
-                return asked, *parse_body(key, made, model.codec, self._service, self._config, self._keys, is_about)
-
-            until_at = until(request, self._config)
-            asked, parsed, shown = await self._reader.read_whole(request, parse, until_at)
-            is_named = any(name in request.headers for name in BUDGET_HEADERS)
-            max_s = self._config.max_budget_s
-            until_at = asked.infer.waits_until(request[ARRIVED_AT], until_at, max_s, is_named=is_named)
-            answer: Any = await ask(request, kind, parsed, shown, self._service, until_at)
-            made = model.answer(answer, request[ID], shown, asked.infer.outputs)
-            body, num_json = write(kind.name, asked, made)
-            response = web.Response(body=body, content_type=JSON if num_json is None else OCTETS)
-            if num_json is not None:
-                response.headers[HEADER_LENGTH] = str(num_json)
-            add_headers(response, answer)
-            return response
-
-        return handle
-
-
-# ---- the statistics extension: what the metrics have counted since the start
-
-_ADMISSIONS = "npu_gr_admissions_total"
-_DURATION = "npu_gr_request_duration_seconds"
-_STAGES = "npu_gr_stage_duration_seconds"
-_NAMES = (_ADMISSIONS, *(f"{family}_{part}" for family in (_DURATION, _STAGES) for part in ("count", "sum")))
-_BEFORE = frozenset({"door", "history", "lease", "preprocess"})  # stages that make the device's input
-
-
-async def statistics(
-    insight: Insight, models: ServedModels, name: str | None, version: str | None
-) -> list[dict[str, Any]]:
-    """Return the statistics of a model, or where none is named, of all, as the protocol has them.
-
-    What is counted is of all versions. How long refused and failed requests took is not measured, nor the writing of
-    answers, nor batches by their size.
-
-    Raises:
-        NotFound: there is no such model.
-    """
-    asked = [(one, models.find(one, version)[1]) for one in ([name] if name else models.names())]
-    text, _ = await insight.exposition("", _NAMES)
-    samples = [one for family in text_string_to_metric_families(text.decode()) for one in family.samples]
-
-    def of_model(kind: str, versions: tuple[str, ...]) -> dict[str, Any]:
-        own = [one for one in samples if one.labels.get("kind") == kind]
-
-        def times(family: str, stages: Iterable[str] = ("",)) -> dict[str, int]:
-            """Add the times of stages; their count is that of the one that was measured most often."""
-            named = [one for one in own if one.labels.get("stage", "") in stages]
-            counts = [int(one.value) for one in named if one.name == f"{family}_count"]
-            seconds = sum(one.value for one in named if one.name == f"{family}_sum")
-            return {"count": max(counts, default=0), "ns": round(seconds * 1e9)}
-
-        refused = [one for one in own if one.name == _ADMISSIONS]
-        refused = [one for one in refused if one.labels["verdict"] != AdmissionResult.ADMITTED.value]
-        success = times(_DURATION)
-        stats = {
-            "success": success,
-            "fail": {"count": sum(int(one.value) for one in refused), "ns": 0},
-            "queue": times(_STAGES, ("queue",)),
-            "compute_input": times(_STAGES, _BEFORE),
-            "compute_infer": times(_STAGES, frozenset(KINDS[kind].stages) - _BEFORE - {"queue"}),
-            "compute_output": {"count": 0, "ns": 0},
-        }
-        return {
-            "name": kind,
-            "version": version or next(iter(versions), ""),
-            "last_inference": 0,
-            "inference_count": success["count"],
-            "execution_count": success["count"],
-            "inference_stats": stats,
-            "batch_stats": [],
-        }
-
-    return [of_model(kind, versions) for kind, versions in asked]
+    async def _infer(self, name: str, request: web.Request) -> web.Response:
+        version = request.match_info.get("version")
+        model, _ = self._inference.find(name, version)
+        call = request[CALL]
+        read_body = partial(read, request[BODY], request.headers.get(HEADER_LENGTH), name)
+        asked, answer = await self._inference.infer(call, model, version, read_body)
+        body, num_json = write(name, asked, answer)
+        response = web.Response(body=body, content_type=JSON if num_json is None else OCTETS)
+        if num_json is not None:
+            response.headers[HEADER_LENGTH] = str(num_json)
+        if call.answer is not None:
+            add_headers(response, call.answer)
+        return response

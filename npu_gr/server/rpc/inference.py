@@ -16,11 +16,11 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
 from npu_gr import __version__
-from npu_gr.core.errors import BadRequest, NotFound, NpuGrError, TooLarge, Unprocessable
+from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
 from npu_gr.core.kinds import Scope
 from npu_gr.core.words import cut, quoted
+from npu_gr.server.access_log import ServerCall
 from npu_gr.server.codec.fields import MOST_NAMES
-from npu_gr.server.kind_routes import parse_body
 from npu_gr.server.oip.models import (
     BYTES,
     MOST_TENSORS,
@@ -30,9 +30,9 @@ from npu_gr.server.oip.models import (
     Tensor,
     pack,
 )
-from npu_gr.server.oip.routes import EXTENSIONS, NAME, ServedModels, statistics
-from npu_gr.server.rpc.calls import UNEXPECTED, Calls, RpcCall, Work
-from npu_gr.server.status import Insight
+from npu_gr.server.oip.routes import EXTENSIONS, NAME, Inference
+from npu_gr.server.rpc.calls import Work, begin, counted, status_of
+from npu_gr.server.service_protocol import ServiceProtocol
 
 INFERENCE = "inference.GRPCInferenceService"
 HEALTH = "grpc.health.v1.Health"
@@ -83,11 +83,9 @@ def _written(name: str, /, **fields: Any) -> bytes:
 class InferenceService:
     """The methods of the Open Inference Protocol."""
 
-    def __init__(self, calls: Calls, insight: Insight) -> None:
-        self._calls = calls
-        self._service = calls.service
-        self._insight = insight
-        self._models = ServedModels(self._service)
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+        self._course = inference.course
 
     def unary(self) -> dict[str, tuple[Scope | None, Work]]:
         """Name the methods with one message: the scope that each needs, and its work."""
@@ -101,53 +99,42 @@ class InferenceService:
             "ModelStatistics": (Scope.OBSERVE, self._statistics),
         }
 
-    async def _live(self, _call: RpcCall, _body: bytes) -> bytes:
+    async def _live(self, _call: ServerCall, _body: bytes) -> bytes:
         return _written("inference.ServerLiveResponse", live=True)
 
-    async def _server_ready(self, _call: RpcCall, _body: bytes) -> bytes:
-        return _written("inference.ServerReadyResponse", ready=self._service.is_ready()[0])
+    async def _server_ready(self, _call: ServerCall, _body: bytes) -> bytes:
+        return _written("inference.ServerReadyResponse", ready=self._inference.service.is_ready()[0])
 
-    async def _server(self, _call: RpcCall, _body: bytes) -> bytes:
+    async def _server(self, _call: ServerCall, _body: bytes) -> bytes:
         about = {"name": NAME, "version": __version__, "extensions": EXTENSIONS[1:]}
         return _written("inference.ServerMetadataResponse", **about)
 
-    async def _model_ready(self, _call: RpcCall, body: bytes) -> bytes:
+    async def _model_ready(self, _call: ServerCall, body: bytes) -> bytes:
         asked = _read("inference.ModelReadyRequest", body)
-        self._models.find(asked.name, asked.version or None)
-        return _written("inference.ModelReadyResponse", ready=self._service.is_ready()[0])
+        self._inference.find(asked.name, asked.version or None)
+        return _written("inference.ModelReadyResponse", ready=self._inference.service.is_ready()[0])
 
-    async def _metadata(self, _call: RpcCall, body: bytes) -> bytes:
+    async def _metadata(self, _call: ServerCall, body: bytes) -> bytes:
         asked = _read("inference.ModelMetadataRequest", body)
-        about = self._models.metadata(asked.name, asked.version or None)
+        about = self._inference.metadata(asked.name, asked.version or None)
         return _written("inference.ModelMetadataResponse", **about)
 
-    async def _statistics(self, _call: RpcCall, body: bytes) -> bytes:
+    async def _statistics(self, _call: ServerCall, body: bytes) -> bytes:
         asked = _read("inference.ModelStatisticsRequest", body)
-        found = await statistics(self._insight, self._models, asked.name, asked.version or None)
+        found = await self._inference.statistics(asked.name, asked.version or None)
         return _written("inference.ModelStatisticsResponse", model_stats=found)
 
-    async def infer(self, call: RpcCall, body: bytes) -> bytes:
+    async def infer(self, call: ServerCall, body: bytes) -> bytes:
         """Answer a ModelInferRequest with a ModelInferResponse; both are bytes.
 
         Admission is the service's: it asks the door itself, with what is left of the caller's time.
         """
-        asked = _read("inference.ModelInferRequest", body)
-        version = asked.model_version or None
-        model, _ = self._models.find(asked.model_name, version)
-        kind = model.kind
-        call.kind = kind
-        config = self._calls.config
-        outputs = _outputs(asked)
-        infer = InferRequest(asked.id, inputs_of(asked), _parameters(asked), outputs)
-        model.check_outputs(outputs, self._models.tasks())
-        max_s = config.max_budget_s
-        is_named = call.names_limit
-        call.until_at = infer.waits_until(call.arrived_at, call.until_at, max_s, is_named=is_named)
-        made = model.body(infer, version, config)
-        parsed, shown = parse_body(call.key, made, model.codec, self._service, config, self._calls.keys, call.is_about)
-        answer = await self._service.serve(kind, parsed, call.left_s(), None, shown)
-        call.answer = answer
-        return _response(kind.name, asked.id, model.answer(answer, call.request_id, shown, outputs))
+        message = _read("inference.ModelInferRequest", body)
+        version = message.model_version or None
+        model, _ = self._inference.find(message.model_name, version)
+        call.kind = model.kind
+        asked, answer = await self._inference.infer(call, model, version, lambda: asked_by(message))
+        return _response(model.kind.name, asked.id, answer)
 
     async def stream(self, context: Any) -> None:
         """Answer the messages of a ModelStreamInfer in their order, several of them under way at once.
@@ -170,59 +157,60 @@ class InferenceService:
     async def _streamed(self, context: Any, body: bytes) -> bytes:
         path = f"/{INFERENCE}/ModelStreamInfer"
         name = "inference.ModelStreamInferResponse"
+        call = begin(self._course, path, context)
         try:
-            made = await self._calls.message(path, Scope.INFER, self.infer, context, body)
-        except NpuGrError as error:
-            return _written(name, error_message=str(error))
-        except Exception:  # noqa: BLE001  (counted and logged)
-            return _written(name, error_message=UNEXPECTED)
+            made = await counted(self._course, call, Scope.INFER, self.infer, context, body)
+        except Exception as error:  # noqa: BLE001  (counted and logged)
+            return _written(name, error_message=status_of(error, call)[1])
         return _written(name, infer_response=message("inference.ModelInferResponse").FromString(made))
 
 
 MOST_UNDER_WAY = 32  # messages of a stream: the caller waits for the oldest before another one is read
 
 
-def inputs_of(asked: Any) -> list[Tensor]:
-    """Take the inputs of a message; their contents are not read yet."""
-    num = len(asked.inputs)
-    if num > MOST_TENSORS:
-        raise TooLarge(f"inputs: {num} tensors, the limit is {MOST_TENSORS}")
-    raws = asked.raw_input_contents
-    if raws and len(raws) != num:
-        raise Unprocessable(f"raw_input_contents: {len(raws)}, and there are {num} inputs: all are raw, or none is")
+def asked_by(message: Any) -> InferRequest:
+    """Make an infer of a ModelInferRequest; the contents of its inputs are not read yet.
+
+    Raises:
+        TooLarge, Unprocessable: with the tensor or the parameter.
+    """
+    for name, given, most in (
+        ("inputs", message.inputs, MOST_TENSORS),
+        ("outputs", message.outputs, MOST_TENSORS),
+        ("parameters", message.parameters, MOST_NAMES),
+    ):
+        if len(given) > most:
+            raise TooLarge(f"{name}: {len(given)} entries, the limit is {most}")
+    for one in message.outputs:
+        if any(name != "binary_data" for name in one.parameters):  # contents are raw anyway
+            raise Unprocessable(f"outputs: {cut(one.name)}: parameters: an output has none here")
+    parameters: dict[str, Parameter] = {}
+    for name, value in message.parameters.items():
+        which = value.WhichOneof("parameter_choice")
+        if which is None:
+            raise Unprocessable(f"parameters: {quoted(name)} has no value")
+        parameters[name] = getattr(value, which)
+    wanted = {one.name: True for one in message.outputs}
+    return InferRequest(message.id, _tensors(message), parameters, wanted)
+
+
+def _tensors(message: Any) -> list[Tensor]:
+    raws = message.raw_input_contents
+    if raws and len(raws) != len(message.inputs):
+        both = f"{len(raws)}, and there are {len(message.inputs)} inputs"
+        raise Unprocessable(f"raw_input_contents: {both}: all are raw, or none is")
     tensors = []
-    for index, one in enumerate(asked.inputs):
+    for index, one in enumerate(message.inputs):
         if any(name != "binary_data_size" for name in one.parameters):  # KServe's client sends it here, too
             raise Unprocessable(f"{cut(one.name)}: parameters: an input has none here (no shared memory)")
         if raws and one.HasField("contents"):
             raise Unprocessable(f"{cut(one.name)}: has contents, and raw_input_contents too")
-        field = _CONTENTS.get(one.datatype, "bytes_contents")  # a datatype that nothing takes is refused by its name
-        values = raws[index] if raws else getattr(one.contents, field)
         if len(one.shape) > 8:
             raise Unprocessable(f"{cut(one.name)}: shape has {len(one.shape)} dimensions; takes 1")
+        field = _CONTENTS.get(one.datatype, "bytes_contents")  # a datatype that nothing takes is refused by its name
+        values = raws[index] if raws else getattr(one.contents, field)
         tensors.append(Tensor(one.name, one.datatype, tuple(one.shape), values))
     return tensors
-
-
-def _outputs(asked: Any) -> tuple[str, ...]:
-    if len(asked.outputs) > MOST_TENSORS:
-        raise TooLarge(f"outputs: {len(asked.outputs)}, the limit is {MOST_TENSORS}")
-    for one in asked.outputs:
-        if any(name != "binary_data" for name in one.parameters):  # contents are raw anyway
-            raise Unprocessable(f"outputs: {cut(one.name)}: parameters: an output has none here")
-    return tuple(one.name for one in asked.outputs)
-
-
-def _parameters(asked: Any) -> dict[str, Parameter]:
-    if len(asked.parameters) > MOST_NAMES:
-        raise TooLarge(f"parameters: {len(asked.parameters)} entries, the limit is {MOST_NAMES}")
-    read: dict[str, Parameter] = {}
-    for name, value in asked.parameters.items():
-        which = value.WhichOneof("parameter_choice")
-        if which is None:
-            raise Unprocessable(f"parameters: {quoted(name)} has no value")
-        read[name] = getattr(value, which)
-    return read
 
 
 def _response(name: str, sent_id: str, answer: InferAnswer) -> bytes:
@@ -244,10 +232,10 @@ def _response(name: str, sent_id: str, answer: InferAnswer) -> bytes:
 class HealthService:
     """`grpc.health.v1.Health`: whether new work is welcome, for probes and load balancing. No key."""
 
-    def __init__(self, calls: Calls) -> None:
-        self._service = calls.service
+    def __init__(self, service: ServiceProtocol) -> None:
+        self._service = service
 
-    async def check(self, _call: RpcCall, body: bytes) -> bytes:
+    async def check(self, _call: ServerCall, body: bytes) -> bytes:
         """Answer with the status. Raises NotFound where there is no such service."""
         status = self._status(_read("grpc.health.v1.HealthCheckRequest", body).service)
         if status == SERVICE_UNKNOWN:

@@ -7,27 +7,20 @@ that none is read of a caller without a key; whatever method is not here, gRPC a
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import ConfigError, NpuGrError
+from npu_gr.core.errors import ConfigError
 from npu_gr.core.kinds import Scope
 from npu_gr.core.tls import ServerTlsConfig
-from npu_gr.metrics.registry import Metrics
-from npu_gr.server.access_log import AccessLog, Tracing
-from npu_gr.server.auth.keys import KeyRing
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.service_protocol import ServiceProtocol
-from npu_gr.server.status import Insight
+from npu_gr.server.oip.routes import Inference
 
 if TYPE_CHECKING:
     import grpc
-
-    from npu_gr.server.rpc.calls import Calls
 
 log = logging.getLogger(__name__)
 
@@ -43,33 +36,40 @@ LEAST_PING_S = 10.0  # between two questions of a client's; who asks more often 
 class RpcServer:
     """Event loop only."""
 
-    def __init__(self, calls: Calls, insight: Insight) -> None:
-        """Listen to nobody yet.
+    def __init__(self, inference: Inference) -> None:
+        """Make the server of the models of an instance; it listens to nobody yet.
 
-        Args:
-            calls: how each call goes.
-            insight: has the statistics of models.
+        Raises:
+            ConfigError: the extra `grpc` is not installed.
         """
-        import grpc
+        try:
+            import grpc
 
-        from npu_gr.server.rpc.inference import HEALTH, INFERENCE, HealthService, InferenceService
+            from npu_gr.server.rpc.calls import stream, unary
+            from npu_gr.server.rpc.inference import HEALTH, INFERENCE, HealthService, InferenceService
+        except ImportError as error:
+            raise ConfigError(f"server.grpc_port: needs the extra npu_gr[grpc]: {error}") from error
 
-        self._calls = calls
-        health = HealthService(calls)
-        inference = InferenceService(calls, insight)
-        unary = {f"/{INFERENCE}/{name}": method for name, method in inference.unary().items()}
-        unary[f"/{HEALTH}/Check"] = (None, health.check)
-        streams: dict[str, tuple[Scope | None, Callable[[Any], Awaitable[None]]]] = {
-            f"/{INFERENCE}/ModelStreamInfer": (Scope.INFER, inference.stream),
+        self._config = inference.course.config
+        health = HealthService(inference.service)
+        infers = InferenceService(inference)
+        course = inference.course
+        with_one = {f"/{INFERENCE}/{name}": method for name, method in infers.unary().items()}
+        with_one[f"/{HEALTH}/Check"] = (None, health.check)
+        with_many = {
+            f"/{INFERENCE}/ModelStreamInfer": (Scope.INFER, infers.stream),
             f"/{HEALTH}/Watch": (None, health.watch),
         }
-        self._handlers: dict[str, Any] = {}
-        for path, (scope, work) in unary.items():
-            served = partial(self._unary, path, scope, work)
-            self._handlers[path] = grpc.stream_unary_rpc_method_handler(served)
-        for path, (scope, answer) in streams.items():
-            streamed = partial(self._stream, path, scope, answer)
-            self._handlers[path] = grpc.stream_stream_rpc_method_handler(streamed)
+        self._handlers: dict[str, Any] = {
+            **{
+                path: grpc.stream_unary_rpc_method_handler(partial(unary, course, path, scope, work))
+                for path, (scope, work) in with_one.items()
+            },
+            **{
+                path: grpc.stream_stream_rpc_method_handler(partial(stream, course, path, scope, answer))
+                for path, (scope, answer) in with_many.items()
+            },
+        }
         self._server: grpc.aio.Server | None = None
         self.port = 0  # while it listens
 
@@ -85,7 +85,7 @@ class RpcServer:
             def service(_, details: Any) -> Any:  # noqa: N805  (`self` is the server's)
                 return self._handlers.get(details.method)
 
-        config = self._calls.config
+        config = self._config
         server = grpc.aio.server(
             handlers=[Handlers()],
             options=_options(config),
@@ -110,48 +110,10 @@ class RpcServer:
         """Take no new call, and let those under way end within `server.shutdown_timeout_s`."""
         server, self._server = self._server, None
         if server is not None:
-            await server.stop(self._calls.config.shutdown_timeout_s)
-
-    async def _unary(self, path: str, scope: Scope | None, work: Any, _: Any, context: Any) -> bytes:
-        return await self._calls.unary(path, scope, work, context)
-
-    async def _stream(
-        self, path: str, scope: Scope | None, answer: Callable[[Any], Awaitable[None]], _: Any, context: Any
-    ) -> None:
-        """Refuse the stream of a caller without a key before it is read; each message is looked at again."""
-        from npu_gr.server.rpc.calls import RpcCall, status_of
-
-        call = RpcCall(path, context, self._calls.config, self._calls.tracing)
-        try:
-            await self._calls.find_key(call, scope)
-            await answer(context)
-        except NpuGrError as error:
-            await context.abort(*status_of(error, call))
+            await server.stop(self._config.shutdown_timeout_s)
 
 
 RPC: web.AppKey[RpcServer] = web.AppKey("rpc", RpcServer)
-
-
-def open_rpc(
-    service: ServiceProtocol,
-    config: ServerConfig,
-    metrics: Metrics,
-    keys: KeyRing,
-    access_log: AccessLog,
-    tracing: Tracing,
-    insight: Insight,
-) -> RpcServer:
-    """Make the gRPC server beside the HTTP of a service, of the parts of that; it does not listen yet.
-
-    Raises:
-        ConfigError: the extra `grpc` is not installed.
-    """
-    try:
-        from npu_gr.server.rpc.calls import Calls
-    except ImportError as error:
-        raise ConfigError(f"server.grpc_port: needs the extra npu_gr[grpc]: {error}") from error
-    calls = Calls(service=service, config=config, metrics=metrics, keys=keys, access_log=access_log, tracing=tracing)
-    return RpcServer(calls, insight)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:

@@ -85,14 +85,21 @@ async def test_a_body_on_its_way_is_rejected_at_once_where_it_would_be_anyway() 
         assert at.admission.receiving_bytes == 0
 
 
-@pytest.mark.parametrize(("is_proxy", "is_paused"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("proxies", "asks_agent", "is_paused"),
+    [(["127.0.0.1/32"], False, False), ([], True, False), ([], False, True)],
+    ids=["trusted", "asks the agent", "a client"],
+)
 async def test_rejections_to_clients_wait_for_their_turn_and_those_to_a_proxy_do_not(
-    is_proxy: bool, is_paused: bool, monkeypatch: pytest.MonkeyPatch
+    proxies: list[str], asks_agent: bool, is_paused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("npu_gr.server.admission.middleware.MAX_PAUSE_S", 60.0)
     monkeypatch.setattr("npu_gr.server.admission.middleware.REJECTIONS_PER_S", 0.01)
-    async with site(trusted_proxies=["127.0.0.1/32"] if is_proxy else []) as at:
+    async with site(trusted_proxies=proxies) as at:
         raw = await at.connect()
+        if asks_agent:
+            async with agent(at.client.server.app[PIPELINE], ServerConfig(agent_port=0)) as port:
+                await agent_line(port)
         at.service.admission.work.kinds["rank"].service_time.seconds = 1.0
         with await at.service.fill():
             raw.send(WHOLE)
@@ -197,20 +204,30 @@ async def test_health_is_answered_while_every_permit_is_held() -> None:
             assert (await raw.answer())[0] == 200
 
 
-async def test_the_agent_tells_the_limit_and_that_the_instance_drains() -> None:
-    async def line(port: int | None) -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.closing(writer):
-            return await reader.read()
+async def agent_line(port: int | None) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with contextlib.closing(writer):
+        return await reader.read()
 
+
+async def test_the_proxies_that_asked_the_agent_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many are remembered as asked in the last seconds, and no client is taken for one that asked before."""
+    async with site() as at:
+        monkeypatch.setattr("npu_gr.server.admission.middleware.AGENT_MEMORY_S", 0.0)
+        for i in range(5):
+            at.admission.agent_line(f"10.0.0.{i}", is_ready=True)
+        assert list(at.admission._asked_at) == ["10.0.0.4"]
+
+
+async def test_the_agent_tells_the_limit_and_that_the_instance_drains() -> None:
     async with site() as at:
         pipeline = at.client.server.app[PIPELINE]
         async with agent(pipeline, ServerConfig(agent_port=0)) as port:
             at.service.admission.work._mix.objective_s = RANK_KIND.objective_s
             at.service.admission.work._mix.service_time.seconds = RANK_KIND.objective_s * 0.12 / 7.5
-            assert await line(port) == b"up ready maxconn:7\n"
+            assert await agent_line(port) == b"up ready maxconn:7\n"
             at.service.why_not_ready = "draining"
-            assert await line(port) == b"drain\n"
+            assert await agent_line(port) == b"drain\n"
         async with agent(pipeline, ServerConfig()) as port:
             assert port is None
 

@@ -180,8 +180,8 @@ def test_no_body_is_more_than_a_fault_of_the_caller() -> None:
                     broken[at : at + 8] = draw.randbytes(8)
             broken = broken or bytearray(b" ")
         try:
-            asked = read(bytes(broken), headers.get(HEADER_LENGTH))
-            MODELS[name].body(asked.infer, draw.choice((None, "1")), config)
+            asked = read(bytes(broken), headers.get(HEADER_LENGTH), name)
+            MODELS[name].body(asked, draw.choice((None, "1")), config)
             read_whole += 1
         except NpuGrError as error:
             statuses.add(error.status)

@@ -40,8 +40,9 @@ def test_inputs_make_the_body_of_v1(model: Model) -> None:
     assert model.codec.body is not None
     expected = decode(msgspec.json.encode(body), JSON, model.codec.body)
     raw, headers = raw_body(inputs)
-    for asked in (read(json_body(inputs), None), read(raw, headers["Inference-Header-Content-Length"])):
-        made = model.body(asked.infer, None, CONFIG)
+    lengths = (None, headers["Inference-Header-Content-Length"])
+    for sent, length in zip((json_body(inputs), raw), lengths, strict=True):
+        made = model.body(read(sent, length, model.kind.name), None, CONFIG)
         assert (
             model.codec.parse(made, CONFIG, FakeNames()).user == model.codec.parse(expected, CONFIG, FakeNames()).user
         )
