@@ -44,7 +44,7 @@ def test_what_is_too_large_is_left_out_in_words(log: InteractionLog, monkeypatch
     baselines, (words,) = fit_baselines(log, "leave-one-out", 0)
     assert [b.name for b in baselines] == [name for name in NAMES if name != "EASE"]
     assert words.startswith("EASE is left out: ")
-    monkeypatch.setattr(baselines, "MAX_EDGES", 10)
+    monkeypatch.setattr("npu_gr.train.baselines.MAX_EDGES", 10)
     baselines, (words,) = fit_baselines(log, "leave-one-out", 0)
     assert [b.name for b in baselines] == NAMES[:3]
     assert "over 10" in words
