@@ -26,15 +26,15 @@ ROOT = Path(__file__).parent.parent / "npu_gr"
 RANK = {"user_id": "u", "history": HISTORY, "candidates": list(range(FIRST_ID, FIRST_ID + 20)), "top_k": 5}
 ITEMS = {"user_id": "u", "history": HISTORY, "num_items": 5}
 REQUESTS = {"rank": RANK, "generate": ITEMS, "recommend": ITEMS}
-CLOCKS = {str(ROOT / "server/loop_lag.py"), str(ROOT / "metrics/registry/process.py")}
+CLOCKS = {str(ROOT / path) for path in ("server/loop_lag.py", "metrics/registry/process.py", "relay/brownout.py")}
 WARM, MEASURED = 2, 10
 
 # Each is what holds now; lower it when it can be. The goals: 45, 55 and 60 files, 8 packages, 20 methods, 6 classes
 # with many, 72,000 lines.
 MOST_FILES = {"rank": 45, "generate": 55, "recommend": 66}
 MOST_PACKAGES = {"rank": 8, "generate": 9, "recommend": 9}
-MOST_METHODS = 20  # of any class
-MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 9
+MOST_METHODS = 18  # of any class
+MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 3
 MOST_LINES = 76_900
 
 

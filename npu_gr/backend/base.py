@@ -291,15 +291,11 @@ class Ops(Affine, Protocol):
         ...
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        """Softmax attention of beams in two stages, over the shared prefix and over each row's own tokens.
+        """Softmax attention of beams over the shared prefix and over each row's own tokens.
 
         Returns:
             [r, Hq, D] in q's dtype.
         """
-        ...
-
-    def beam_attention_plain(self, call: BeamCall) -> Tensor:
-        """Compute `beam_attention` in one stage, one softmax over the concatenation: faster for short prefixes."""
         ...
 
     def beam_topk(self, call: TopkCall) -> Choices:
@@ -330,6 +326,10 @@ class Ops(Affine, Protocol):
             acc, follow, width, scale: the fields of `TopkCall`.
         """
         ...
+
+
+class ItemOps(Protocol):
+    """The arithmetic over all items of a catalogue."""
 
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
         """Find the best k of all items for each query, by inner product; of equals the lower row first.
@@ -370,5 +370,5 @@ class Ops(Affine, Protocol):
         ...
 
 
-class Backend(DeviceQueues, Layout, Ops, Protocol):
+class Backend(DeviceQueues, Layout, Ops, ItemOps, Protocol):
     """A device: its queues, its layout of keys and values, its ops. Call every method on the device thread only."""

@@ -257,6 +257,7 @@ class BeamCall(NamedTuple):
     num_slots: int  # valid slots, 0..S; 0 = a row sees the prefix alone
     ancestry: Tensor | None  # int64 [>= num_slots, r], row of `unshared` that holds slot s of each row; None = itself
     scale: float  # factor on q k^T
+    is_split: bool = True  # in two stages; one softmax over the concatenation is faster for short prefixes
 
 
 class Continuations(NamedTuple):

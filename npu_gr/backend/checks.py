@@ -271,7 +271,7 @@ def _attention(backend: Backend, dtype: torch.dtype) -> Tensor:
     causal = backend.causal_attention(q, k, k.flip(0), [(past, past)], 0.25)
     call = BeamCall(q, [(past, past)], (own, own), 2, None, 0.25)
     beams = backend.beam_attention(call)
-    plain = backend.beam_attention_plain(call)
+    plain = backend.beam_attention(call._replace(is_split=False))
     return torch.cat([causal, beams, plain])
 
 

@@ -1,8 +1,7 @@
 """NVIDIA devices: Triton kernels where triton is installed, else torch ops; a stream a thread. Not yet run by us.
 
-A device thread has a compute stream of its own, copies between tiers have another: a copy follows what its thread
-queued before, and only who needs the bytes waits for it. What lies between two attentions of a decode step is a
-graph for each bucket of rows; the attentions read slabs at addresses that no graph can know, and are launched.
+What lies between two attentions of a decode step is a graph for each bucket of rows; the attentions read slabs at
+addresses that no graph can know, and are launched.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuShape, TopkCall
-from npu_gr.backend.graphs import Graphs
+from npu_gr.backend.streams import StreamedOps
 from npu_gr.backend.tiles import natural
-from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -29,54 +26,22 @@ log = logging.getLogger(__name__)
 _KERNELS = "npu_gr.backend.triton"
 
 
-class CUDABackend(TorchOps):
+class CUDABackend(StreamedOps):
     """Run Triton kernels where triton is installed and the call fits, else torch ops."""
 
     name = "cuda"
-    pins_host_memory = True
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         """`cuda`: the part of torch that knows the device; a test has one that only records."""
-        super().__init__()
         if not cuda.is_available():
             raise ConfigError("backend 'cuda' is configured but cannot be loaded: torch sees no CUDA device")
-        self._cuda = cuda
-        self.device = torch.device("cuda", cuda.current_device()) if cuda is torch.cuda else cuda.device
+        device = torch.device("cuda", cuda.current_device()) if cuda is torch.cuda else cuda.device
+        super().__init__(cuda, device, cuda.CUDAGraph)
         self._triton = _triton_ops()
         self._hstu: Any = self._triton.hstu.Attention() if self._triton else None
         self.kernels = "triton" if self._triton else "torch"
-        self._copies = cuda.Stream()
-        self._graphs = Graphs(cuda, cuda.CUDAGraph, self.fell_back)
         self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk", "beam_fork"), self.kernels)
         self.ops |= {"graphs": "cuda_graph"}
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        """Begin after everything that was queued before, on any stream, is done."""
-        self._cuda.synchronize()
-        with self._cuda.stream(self._cuda.Stream()):
-            yield
-
-    def copy(self, work: Callable[[], None]) -> Callable[[], None]:
-        after = self._cuda.Event()
-        self._copies.wait_stream(self._cuda.current_stream())
-        with self._cuda.stream(self._copies):
-            work()
-            after.record(self._copies)
-        wait: Callable[[], None] = after.synchronize
-        return wait
-
-    def synchronize(self) -> None:
-        self._cuda.current_stream().synchronize()
-
-    def row_wise(
-        self,
-        owner: nn.Module,
-        what: Hashable,
-        work: Callable[..., tuple[Tensor, ...]],
-        rows: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        return self._graphs.row_wise(owner, what, work, rows)
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
         same = shape.dtype == shape.kept_dtype and shape.has_plain_times

@@ -41,7 +41,7 @@ class Graphs(threading.local):
         Args:
             runtime: torch.cuda or torch.npu.
             make: makes an empty graph of that runtime.
-            fell_back: `SingleStream.fell_back` of the backend.
+            fell_back: counts and logs what runs without a graph.
         """
         self._runtime = runtime
         self._make = make

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch import Tensor
+from torch.nn.functional import silu
 
-from npu_gr.backend.base import Arrangement, accumulator, bias_bucket
+from npu_gr.backend.base import accumulator, bias_bucket
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
-from npu_gr.backend.tiles import Slab, Tiles, natural, pack
-from npu_gr.backend.torch_ops import SingleStream
+from npu_gr.backend.tiles import Slab, natural
+from npu_gr.backend.torch_ops import PlainOps
 
 
 def allowed(row: int, column: int, num_history: int) -> bool:
@@ -77,22 +77,11 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.einsum("hm,mhd->hd", weights, values)
 
 
-class ReferenceBackend(SingleStream):
+class ReferenceBackend(PlainOps):
     """Compute every op by its definition: correct and quadratic in memory, for tests and the parity self-test."""
 
     name = "reference"
     kernels = "torch"
-
-    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
-        return "natural"
-
-    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
-        pack(into, first_token, k, v)
-
-    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        bias = None if layer.bias is None else layer.bias[first:last]
-        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], bias)
-        return silu(y) if is_silu else y
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
         keys, values = joined(natural(call.cached), call.k, call.v)
@@ -139,9 +128,6 @@ class ReferenceBackend(SingleStream):
             )
             out.append(softmax_attention(query, *joined(call.shared, own_k, own_v), call.scale))
         return torch.stack(out)
-
-    def beam_attention_plain(self, call: BeamCall) -> Tensor:
-        return self.beam_attention(call)
 
     def beam_topk(self, call: TopkCall) -> Choices:
         """Sort every edge of every beam."""

@@ -3,7 +3,7 @@
 Shared by every device; a device that has something better overrides the op. Sums over key chunks accumulate in
 fp32 (fp64 for fp64 inputs), so the order of chunks costs no accuracy in bf16.
 
-`SingleStream` is the device under them: one queue of work, everything in order. Devices with streams override it.
+`SingleStream` is the device under them, the host: everything in order. `streams.py` has devices with queues.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class SingleStream:
-    """Implement the parts of `Backend` that are not arithmetic."""
+    """Implement `DeviceQueues` for the host."""
 
     device = torch.device("cpu")
     pins_host_memory = False
@@ -62,16 +62,11 @@ class SingleStream:
             log.warning("%s: %s; torch ops run instead, said once", op, why)
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        host = torch.tensor(array)  # a copy: the array may be a view of a read-only body
-        if not self.pins_host_memory:
-            return host.to(self.device)
-        # torch keeps page-locked blocks and hands one out again only when the copy from it is done
-        return host.pin_memory().to(self.device, non_blocking=True)
+        """Share the array's memory where torch can, that is unless it is read-only: a copy takes ten times as long."""
+        return torch.from_numpy(array) if array.flags.carray else torch.tensor(array)
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        host = torch.cat([own.flatten() for own in tensors]).to("cpu", torch.float32)
-        parts = host.split([own.numel() for own in tensors])
-        return [part.view(own.shape).numpy() for part, own in zip(parts, tensors, strict=True)]
+        return [own.float().numpy() for own in tensors]
 
     def stream(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -80,6 +75,24 @@ class SingleStream:
         work()
         self.synchronize()
         return lambda: None
+
+    def synchronize(self) -> None:
+        """Return at once: on the CPU nothing is queued."""
+
+
+class PlainOps(SingleStream):
+    """Implement the ops that need no kernel, or have none."""
+
+    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
+        return "natural"
+
+    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
+        pack(into, first_token, k, v)
+
+    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
+        bias = None if layer.bias is None else layer.bias[first:last]
+        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], bias)
+        return silu(y) if is_silu else y
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
         """Fork in two passes, without a second slab.
@@ -132,9 +145,6 @@ class SingleStream:
     def order_sums(self, tables: OrderTables) -> OrderSums | None:
         """Have no kernel for it."""
         return None
-
-    def synchronize(self) -> None:
-        """Return at once: on the CPU nothing is queued."""
 
 
 ROWS = 256  # query rows a chunk; with COLUMNS x heads a chunk of logits stays in the last-level cache
@@ -328,24 +338,33 @@ def merged_with_own(call: BeamCall, done: AttentionStage | None) -> Tensor:
     return unfold_rows(done.output / done.total, len(q)).to(q.dtype)
 
 
-class TorchOps(SingleStream):
+def joint_attention(call: BeamCall, products: Products) -> Tensor:
+    """Compute it in one stage, from the scores of all keys side by side; the shared keys are never copied per row."""
+    q = call.q
+    queries = fold_queries(q, call.unshared[0].shape[2], call.scale)
+    k, v = own_tokens(call)
+    if not call.shared:
+        _, total, weights = weigh(own_scores(queries, k))
+        return unfold_rows(own_output(weights, v) / total, len(q)).to(q.dtype)
+    keys, values = _joined(list(call.shared))
+    scores = products.scores(fold_rows(q, len(keys)), keys, call.scale)
+    m = scores.shape[2]
+    if call.num_slots:
+        scores = torch.cat([scores, own_scores(queries, k)], dim=2)
+    _, total, weights = weigh(scores)
+    out = products.output(weights[..., :m], values)
+    if call.num_slots:
+        out += own_output(weights[..., m:], v)
+    return unfold_rows(out / total, len(q)).to(q.dtype)
+
+
+class TorchOps(PlainOps):
     """Implement `Backend`'s ops by torch, on any torch device."""
 
     @cached_property
     def products(self) -> Products:
         """How keys and values are multiplied on the device."""
         return Products(self.device)
-
-    def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
-        return "natural"
-
-    def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
-        pack(into, first_token, k, v)
-
-    def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        bias = None if layer.bias is None else layer.bias[first:last]
-        y = linear(x.to(layer.weight.dtype), layer.weight[first:last], bias)
-        return silu(y) if is_silu else y
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
         q = call.q
@@ -419,26 +438,7 @@ class TorchOps(SingleStream):
         return torch.cat(parts, dim=2).permute(2, 0, 1, 3).flatten(1, 2)
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        return staged_attention(call, self.products)
-
-    def beam_attention_plain(self, call: BeamCall) -> Tensor:
-        """Concatenate the scores; the shared keys are never copied per row."""
-        q = call.q
-        queries = fold_queries(q, call.unshared[0].shape[2], call.scale)
-        k, v = own_tokens(call)
-        if not call.shared:
-            _, total, weights = weigh(own_scores(queries, k))
-            return unfold_rows(own_output(weights, v) / total, len(q)).to(q.dtype)
-        keys, values = _joined(list(call.shared))
-        scores = self.products.scores(fold_rows(q, len(keys)), keys, call.scale)
-        m = scores.shape[2]
-        if call.num_slots:
-            scores = torch.cat([scores, own_scores(queries, k)], dim=2)
-        _, total, weights = weigh(scores)
-        out = self.products.output(weights[..., :m], values)
-        if call.num_slots:
-            out += own_output(weights[..., m:], v)
-        return unfold_rows(out / total, len(q)).to(q.dtype)
+        return staged_attention(call, self.products) if call.is_split else joint_attention(call, self.products)
 
     def beam_topk(self, call: TopkCall) -> Choices:
         wide = call.logits.to(accumulator(call.logits.dtype))

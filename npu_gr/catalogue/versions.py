@@ -28,6 +28,7 @@ from npu_gr.catalogue.trie import Codebooks, Mask, Trie
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CatalogueError, DataError
 from npu_gr.core.lifetime import Published
+from npu_gr.core.served import CatalogueInfo
 from npu_gr.core.words import cut, quoted
 
 
@@ -216,17 +217,6 @@ def _restricted(snapshot: Snapshot, kept: Mask) -> Snapshot:
     return _snapshot(trie, order, attributes, features)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CatalogueStatus:
-    """The version that is served, as an operator sees it."""
-
-    version: str
-    num_items: int
-    num_bytes: int
-    age_s: float  # seconds since it was published or rolled back to
-    previous: str | None  # the version that `rollback` would serve
-
-
 class Catalogue:
     """The version that is served and the one before it. Any thread may call any method.
 
@@ -282,14 +272,14 @@ class Catalogue:
         """
         yield self._published.current
 
-    def status(self) -> CatalogueStatus:
+    def status(self) -> CatalogueInfo:
         """Describe the version that is served; all of it at one moment.
 
         Raises:
             Unavailable: nothing has been published.
         """
         now = self._published.now
-        return CatalogueStatus(
+        return CatalogueInfo(
             version=now.current.version,
             num_items=now.current.num_items,
             num_bytes=now.current.num_bytes,

@@ -100,7 +100,7 @@ def load(
 )
 @click.option("--item", help="Field with the item.")
 @click.option("--event", help="Field with what was done; needed unless the model has one action.")
-@click.option("--time", "time_field", help="Field with the time; without one the broker's time counts.")
+@click.option("--time", help="Field with the time; without one the broker's time counts.")
 @click.option(
     "--feature", "features", multiple=True, help="Feature of events, NAME or NAME=FIELD; repeat it for several."
 )
@@ -128,11 +128,6 @@ def consume(
     url: str | None,
     overrides: tuple[str, ...],
     api_key: str | None,
-    tenant: str,
-    user: str | None,
-    item: str | None,
-    event: str | None,
-    time_field: str | None,
     features: tuple[str, ...],
     **kafka: Any,
 ) -> None:
@@ -147,8 +142,8 @@ def consume(
 
     config = None if config_path is None else load_config(config_path, overrides)
     of_events = {name: field or name for name, _, field in (told.partition("=") for told in features)}
-    fields = Fields(user=user, item=item, event=event, time=time_field, features=of_events)
-    where = ConsumeConfig(fields=fields, tenant=tenant, **kafka)
+    fields = Fields(**{name: kafka.pop(name) for name in ("user", "item", "event", "time")}, features=of_events)
+    where = ConsumeConfig(fields=fields, **kafka)
     done = run_async(lambda: consume(where, lambda: open_target(config, url, api_key, CALL_PATIENCE_S)))
     click.echo(", ".join(f"{count} {result}" for result, count in done.items()))
 
@@ -167,7 +162,6 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
     from npu_gr.core.calling import calling_files
     from npu_gr.features.embedded_check import check, repair
     from npu_gr.features.redis import check_redis
-    from npu_gr.features.store import RedisTlsConfig
 
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
     if out is not None:
@@ -179,9 +173,7 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
         )
         _show(done.bad_users, done.damage, verbose)
         sys.exit(1 if done.num_lost or done.bad_users or done.damage else 0)
-    files = calling_files()
-    tls = RedisTlsConfig(ca=files.ca, certificate=files.certificate, key=files.key)
-    found: Found = run_async(lambda: check_redis(where, tls)) if is_url else check(Path(where))
+    found: Found = run_async(lambda: check_redis(where, calling_files())) if is_url else check(Path(where))
     click.echo(
         f"{found.num_entries} entries: {found.num_users} users are whole, with {found.num_events} events; "
         f"{found.num_unchecked} entries are older than the checksums"

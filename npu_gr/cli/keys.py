@@ -6,6 +6,7 @@ import secrets
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -30,15 +31,7 @@ def keys() -> None:
 @click.option("--rate-per-s", type=float, help="Requests a second; without it there is no limit.")
 @click.option("--expires", help="Day (UTC) or time with a zone, e.g. 2027-01-31 or 2027-01-31T12:00:00Z.")
 @click.option("--from-stdin", is_flag=True, help="Read the key from standard input instead of making one.")
-def new_key(
-    name: str,
-    path: Path,
-    tenant: str,
-    scopes: tuple[str, ...],
-    rate_per_s: float | None,
-    expires: str | None,
-    from_stdin: bool,
-) -> None:
+def new_key(name: str, path: Path, scopes: tuple[str, ...], expires: str | None, from_stdin: bool, **more: Any) -> None:
     """Make a key called NAME, add it to the file, and print it. It is shown this once: the file has its hash alone."""
     from npu_gr.core.settings import from_table
     from npu_gr.server.auth.edit import add_key
@@ -48,10 +41,9 @@ def new_key(
     table = {
         "name": name,
         "sha256": hash_of(key.encode()),
-        "tenant": tenant,
         "scopes": list(dict.fromkeys(scopes)),
-        "rate_per_s": rate_per_s,
         "expires": None if expires is None else _future(expires),
+        **more,
     }
     add_key(path, from_table(table, KeyEntry, "the new key"))
     click.echo(f"added to {path}: {name!r}", err=True)

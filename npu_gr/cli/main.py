@@ -34,6 +34,7 @@ GONE = {
     "monitor": "npu-gr demo --monitor",
     "proto": "the Open Inference Protocol's own .proto file",
     "replay convert access-log": "npu-gr replay convert sql: DuckDB reads the log, docs/own-data.md has queries",
+    "replay convert ratings": "npu-gr replay convert sql, a query for DuckDB; npu-gr demo replays ratings",
     "replay convert log": "zstd and gzip pack and unpack a log; npu-gr replay reads both",
     "record purge": "npu-gr record --purge FOLDER",
     "record run": "npu-gr record",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from npu_gr.service.config import Config
 
 T = TypeVar("T")
@@ -42,6 +44,11 @@ def CALLING_TLS(command: Callable[..., None]) -> Callable[..., None]:  # noqa: N
     return command
 
 
+def names_of(_: click.Context, __: click.Parameter, given: str | None) -> tuple[str, ...] | None:
+    """Split the value of an option at commas; None = it is not given."""
+    return None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())
+
+
 class RunByDefault(click.Group):
     """A group whose first command is `run`: `replay LOG ...` is `replay run LOG ...`."""
 
@@ -50,6 +57,13 @@ class RunByDefault(click.Group):
         if not args or args[0] not in (*self.commands, "--help", "-h"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
+
+
+def wide_console(least: int = 110) -> Console:
+    """A console for tables, which are not squeezed where the width is unknown."""
+    from rich.console import Console
+
+    return Console(width=max(least, Console().width))
 
 
 def run_async(work: Callable[[], Any]) -> Any:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
-from npu_gr.cli.options import FILE
-
-if TYPE_CHECKING:
-    from npu_gr.dataset.build import PreparedDataset
-
-
-def _columns(_context: click.Context, _option: click.Parameter, names: str | None) -> tuple[str, ...] | None:
-    return None if names is None else tuple(name.strip() for name in names.split(",") if name.strip())
+from npu_gr.cli.options import FILE, names_of
 
 
 @click.command(short_help="Make a dataset of a company's log.")
@@ -31,56 +24,43 @@ def _columns(_context: click.Context, _option: click.Parameter, names: str | Non
 @click.option("--items", type=FILE, help="File with titles and features of items, in any of the formats.")
 @click.option("--items-key", default="", metavar="COLUMN", help="Its column with the item; guessed.")
 @click.option("--title", default="", metavar="COLUMN", help="Its column with the title; guessed, or `none`.")
-@click.option("--features", callback=_columns, metavar="COLUMNS", help="Its features, comma-separated; else all.")
+@click.option("--features", callback=names_of, metavar="COLUMNS", help="Its features, comma-separated; else all.")
 @click.option("--users", type=FILE, help="File with features of users, in any of the formats.")
 @click.option("--users-key", default="", metavar="COLUMN", help="Its column with the user; guessed.")
-@click.option("--user-features", callback=_columns, metavar="COLUMNS", help="Its features, comma-separated; else all.")
-@click.option("--event-features", callback=_columns, metavar="COLUMNS", help="Of LOG: what happened, as watch_time.")
-@click.option("--request-features", callback=_columns, metavar="COLUMNS", help="Of LOG: known when it asks, as device.")
-@click.option("--cross-features", callback=_columns, metavar="COLUMNS", help="Of LOG: of user and item, as affinity.")
+@click.option("--user-features", callback=names_of, metavar="COLUMNS", help="Its features, comma-separated; else all.")
+@click.option("--event-features", callback=names_of, metavar="COLUMNS", help="Of LOG: what happened, as watch_time.")
+@click.option("--request-features", callback=names_of, metavar="COLUMNS", help="Of LOG: known when it asks, as device.")
+@click.option("--cross-features", callback=names_of, metavar="COLUMNS", help="Of LOG: of user and item, as affinity.")
 @click.option("--format", type=click.Choice(("csv", "tsv", "parquet", "jsonl", "json", "atomic")), help="Of LOG.")
-@click.option("--columns", callback=_columns, metavar="COLUMNS", help="Of a CSV or TSV without a header.")
+@click.option("--columns", callback=names_of, metavar="COLUMNS", help="Of a CSV or TSV without a header.")
 @click.option("--time-unit", type=click.Choice(("s", "ms", "us", "ns", "iso")), help="Recognised otherwise.")
 @click.option("--time-format", default="", metavar="FORMAT", help="As strptime has it, e.g. '%d.%m.%Y %H:%M'.")
 @click.option("--no-time", is_flag=True, help="No column says when; rows are in time order.")
-@click.option("--buckets", default=10, show_default=True, type=click.IntRange(2, 100), help="Of a continuous value.")
+@click.option(
+    "--buckets",
+    "num_buckets",
+    default=10,
+    show_default=True,
+    type=click.IntRange(2, 100),
+    help="Of a continuous value.",
+)
 @click.option("--keep-duplicates", is_flag=True, help="Keep rows that are equal in everything.")
 @click.option(
     "--max-rejected",
+    "max_rejected_ratio",
     default=0.5,
     show_default=True,
     type=click.FloatRange(0, 1),
     help="Most rows that may be unusable.",
 )
-@click.option("--memory", type=click.IntRange(min=100), metavar="MB", help="For DuckDB; else 100 to 512 by LOG's size.")
-def prepare(
-    log: Path,
-    out: Path,
-    user: str,
-    item: str,
-    time: str,
-    event: str,
-    value: str,
-    items: Path | None,
-    items_key: str,
-    title: str,
-    features: tuple[str, ...] | None,
-    users: Path | None,
-    users_key: str,
-    user_features: tuple[str, ...] | None,
-    event_features: tuple[str, ...] | None,
-    request_features: tuple[str, ...] | None,
-    cross_features: tuple[str, ...] | None,
-    format: str | None,  # noqa: A002  (the name of the option)
-    columns: tuple[str, ...] | None,
-    time_unit: str | None,
-    time_format: str,
-    no_time: bool,
-    buckets: int,
-    keep_duplicates: bool,
-    max_rejected: float,
-    memory: int | None,
-) -> None:
+@click.option(
+    "--memory",
+    "memory_mb",
+    type=click.IntRange(min=100),
+    metavar="MB",
+    help="For DuckDB; else 100 to 512 by LOG's size.",
+)
+def prepare(log: Path, out: Path, items: Path | None, users: Path | None, no_time: bool, **told: Any) -> None:
     """Make a dataset of a LOG of events, for `train all` and `load`.
 
     LOG is CSV, TSV, Parquet, JSON (lines, a list, or {"user": [item, ...]}) or a RecBole atomic file, also packed
@@ -91,32 +71,11 @@ def prepare(
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     from npu_gr.dataset.build import prepare as work
+    from npu_gr.dataset.build import summary
     from npu_gr.dataset.options import PrepareOptions
 
-    options = PrepareOptions(
-        user=user,
-        item=item,
-        time=time,
-        event=event,
-        value=value,
-        title=title,
-        items_key=items_key,
-        features=features,
-        users_key=users_key,
-        user_features=user_features,
-        event_features=event_features or (),
-        request_features=request_features or (),
-        cross_features=cross_features or (),
-        columns=columns or (),
-        format=format or "",
-        has_time=not no_time,
-        time_unit=time_unit or "",
-        time_format=time_format,
-        num_buckets=buckets,
-        keep_duplicates=keep_duplicates,
-        max_rejected_ratio=max_rejected,
-        memory_mb=memory or 0,
-    )
+    given = {name: value for name, value in told.items() if value is not None}
+    options = PrepareOptions(has_time=not no_time, **given)
     console = Console(stderr=True)
     bar_columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*bar_columns, console=console, transient=True, disable=not console.is_terminal) as bars:
@@ -128,11 +87,5 @@ def prepare(
             bars.update(tasks[stage], completed=ratio)
 
         prepared = work(log, out, options, items=items, users=users, on_stage=show)
-    _print(prepared, out)
-
-
-def _print(prepared: PreparedDataset, out: Path) -> None:
-    from npu_gr.dataset.build import summary
-
     click.echo(summary(prepared.manifest, out))
     click.echo(f"\nnext: {shlex.join(['npu-gr', 'train', 'all', str(out), '--out', str(out.parent)])}")

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from npu_gr.cli.options import API_KEY, AS_JSON, FILE, VALUE_COLUMN, RunByDefault, run_async
+from npu_gr.cli.options import API_KEY, AS_JSON, FILE, RunByDefault, run_async
 from npu_gr.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from npu_gr.core.names import ActionNames
-    from npu_gr.features.interactions import Interactions
-    from npu_gr.replay.convert import ModelVocabulary
     from npu_gr.replay.plan import ReplayOptions
     from npu_gr.replay.run import Progress
-    from npu_gr.train.data import Split
 
 
 @click.group(cls=RunByDefault, short_help="Replay a query log, compare runs, convert logs.")
@@ -201,59 +198,12 @@ def compare_command(
 
 @replay.group("convert", short_help="Make query logs of other data.")
 def convert() -> None:
-    """Make query logs from ratings, or by a query of any log."""
-
-
-OUT = click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz or .jsonl.zst")
-CHECKPOINT = click.option(
-    "--checkpoint", type=FILE, help="The model's items and actions; by default those of the ratings."
-)
-
-
-@convert.command("ratings", short_help="Ranks of each user's newest events.")
-@click.argument("ratings", type=FILE)
-@OUT
-@CHECKPOINT
-@click.option(
-    "--split",
-    default="user-time",
-    show_default=True,
-    type=click.Choice(["user-time", "time", "leave-one-out"]),
-    help="Which events are history, as in training; the others are the traffic.",
-)
-@click.option("--whole/--stored", default=True, show_default=True, help="Histories in the requests, or in the store.")
-@click.option("--candidates", default=100, show_default=True, type=click.IntRange(21))
-@click.option("--seed", default=0, show_default=True)
-@VALUE_COLUMN
-def convert_ratings(
-    ratings: Path,
-    out: Path,
-    checkpoint: Path | None,
-    split: Split,
-    whole: bool,
-    candidates: int,
-    seed: int,
-    value_column: str,
-) -> None:
-    """Make ranks of each user's newest events in RATINGS (.inter or .jsonl).
-
-    Ratings have poor arrivals, so replay such a log at a rate.
-    """
-    from npu_gr.features.interactions import read_interactions
-    from npu_gr.replay.convert import from_ratings
-    from npu_gr.replay.files import write
-    from npu_gr.train.data import to_train_on
-
-    log = read_interactions(ratings, value_column=value_column)
-    old = to_train_on(log.users, log.timestamps, split)
-    before = log[old] if whole else None
-    records = from_ratings(log[~old], _vocabulary(checkpoint, log), before=before, num_candidates=candidates, seed=seed)
-    click.echo(f"{write(out, records)} records in {out}")
+    """Make query logs by a query of any log."""
 
 
 @convert.command("sql", short_help="Records of any file, by a query for DuckDB.")
 @click.argument("query", type=FILE)
-@OUT
+@click.option("--out", required=True, type=FILE, help=".jsonl, .jsonl.gz or .jsonl.zst")
 @click.option("--checkpoint", type=FILE, help="The model's actions, where histories have them by name.")
 def convert_sql(query: Path, out: Path, checkpoint: Path | None) -> None:
     """Make a query log of the rows of QUERY, a file with SQL for DuckDB.
@@ -279,16 +229,6 @@ def _actions(checkpoint: Path) -> ActionNames:
     from npu_gr.model.weights import load
 
     return ActionNames(load(checkpoint).action_names)
-
-
-def _vocabulary(checkpoint: Path | None, log: Interactions) -> ModelVocabulary:
-    from npu_gr.model.weights import load
-    from npu_gr.replay.convert import ModelVocabulary
-
-    if checkpoint is None:
-        return ModelVocabulary.of(log)
-    found = load(checkpoint)
-    return ModelVocabulary(item_ids=found.item_ids, action_values=found.action_values)
 
 
 @click.command(short_help="Record a service's requests, or purge recordings.")

@@ -6,11 +6,11 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from npu_gr.cli.options import API_KEY, FILE, RunByDefault
+from npu_gr.cli.options import API_KEY, FILE, RunByDefault, wide_console
 from npu_gr.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ def run_command(
 ) -> None:
     """Simulate N instances behind the router: hits, SLO attainment, wasted pre-infers, capacity."""
     import msgspec
-    from rich.console import Console
 
     from npu_gr.core.settings import load
     from npu_gr.simulate.config import DeviceProfile, SimulateConfig, calibrated
@@ -80,7 +79,7 @@ def run_command(
     if as_json:
         click.echo(json.dumps(as_dict(runs, found, settings), indent=2))
     else:
-        Console(width=max(150, Console().width)).print(render(runs, found))
+        wide_console(150).print(render(runs, found))
 
 
 def _traffic(config: SimulateConfig, log: Path | None, signal_lead_ms: float) -> Callable[[], Iterator[TrafficRequest]]:
@@ -127,7 +126,11 @@ def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
 @simulate.command("fit-device", short_help="Fit a device's profile to a running instance.")
 @click.argument("log", type=FILE)
 @click.option(
-    "--url", default="http://127.0.0.1:8080", show_default=True, help="A running instance that does nothing else."
+    "--url",
+    "base_url",
+    default="http://127.0.0.1:8080",
+    show_default=True,
+    help="A running instance that does nothing else.",
 )
 @click.option(
     "--rate",
@@ -156,16 +159,7 @@ def fit_users_command(log: Path, num_users: int | None, out: Path) -> None:
 @click.option("--out", required=True, type=FILE, help="Write YAML for the key `device` into this file.")
 @API_KEY
 def fit_device_command(
-    log: Path,
-    url: str,
-    rate: float,
-    limit: int,
-    warmup_s: float,
-    kv_token_bytes: int,
-    copy_bytes_per_s: float,
-    max_history_tokens: int,
-    out: Path,
-    api_key: str | None,
+    log: Path, out: Path, kv_token_bytes: int, copy_bytes_per_s: float, max_history_tokens: int, **played: Any
 ) -> None:
     """Replay a query LOG slowly against a running instance and fit its device profile from the answers."""
     import uvloop
@@ -175,9 +169,7 @@ def fit_device_command(
     from npu_gr.simulate.config import write
     from npu_gr.simulate.fit import fit_device, measure
 
-    options = ReplayOptions(
-        base_url=url, api_key=api_key, rate=rate, limit=limit, warmup_s=warmup_s, signal_lead_s=0.05
-    )
+    options = ReplayOptions(signal_lead_s=0.05, **played)
     ranks, signals_s = uvloop.run(measure(QueryLog(log), options))
     profile = fit_device(
         ranks,

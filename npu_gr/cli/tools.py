@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 
-from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, THREAD_COUNT, load_config, run_async, wide_console
 
 PORT = click.IntRange(1, 65535)
 
@@ -193,26 +190,17 @@ def demo(
     limit: int | None,
     longest: int | None,
     is_monitored: bool,
-    port: int,
-    admin_port: int,
-    prometheus_port: int,
+    **ports: int,
 ) -> None:
     """Run prepare, train all and serve on MovieLens-100K, replay the users' held-out traffic, and recommend films."""
     from npu_gr.tools.demo import make, run
     from npu_gr.tools.monitor import check_machine, monitor
 
     if is_monitored:  # before anything is trained
-        check_machine({"--port": port, "--admin-port": admin_port, "--prometheus-port": prometheus_port})
-    console = _wide_console()
+        check_machine({f"--{name.replace('_', '-')}": port for name, port in ports.items()})
+    console = wide_console()
     made = make(folder.resolve() if is_monitored else folder, console, overrides, threads)
     if is_monitored:
-        run_async(lambda: monitor(made, console, port, admin_port, prometheus_port))
+        run_async(lambda: monitor(made, console, **ports))
     else:
         run_async(lambda: run(made, console, limit, longest))
-
-
-def _wide_console() -> Console:
-    """A console for tables, which are not squeezed where the width is unknown."""
-    from rich.console import Console
-
-    return Console(width=max(110, Console().width))

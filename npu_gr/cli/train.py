@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from npu_gr.cli.data import load
-from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN
+from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN, names_of, wide_console
 from npu_gr.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples", "torcheasyre
 
 LISTED = "Options of the training, with their defaults: --set help"
 ITEMS = click.option("--items", type=FILE, help="RecBole .item file with side features.")
-ITEM_FEATURES = click.option("--item-features", default="", help="Its columns, comma-separated.")
+ITEM_FEATURES = click.option("--item-features", default="", callback=names_of, help="Its columns, comma-separated.")
 THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT)
 
 
@@ -105,14 +105,11 @@ def train_all(
     interruption the same command goes on; until it ends, what was served stays. At the end DATA is loaded into the
     history store, as npu-gr load does.
     """
-    from rich.console import Console
-
     from npu_gr.train.site.configuration import SERVE
     from npu_gr.train.site.make import next_commands, train_site
 
-    console = Console(width=max(110, Console().width))
     try:
-        train_site(data, out, overrides, threads, console, preset)
+        train_site(data, out, overrides, threads, wide_console(), preset)
     except KeyboardInterrupt:
         click.echo("\nwhat is finished is kept, and the same command goes on; what was served stays", err=True)
         raise
@@ -140,7 +137,7 @@ def train_rank(
     log: Path,
     out: Path,
     items: Path | None,
-    item_features: str,
+    item_features: tuple[str, ...],
     codes: Path | None,
     preset: str,
     budget_s: float,
@@ -165,7 +162,7 @@ def train_rank(
 
     torch.set_num_threads(threads)
     options = override(_rank_presets()[preset], [f"budget_s={budget_s}", *overrides])
-    data = read_training_data(log, value_column=value_column, items=items, columns=_columns(item_features))
+    data = read_training_data(log, value_column=value_column, items=items, columns=list(item_features))
     log_of_items = build_log(data.interactions, data.features, options.split)
     given = None if codes is None else RankerCodes(*[read_codes(codes, log_of_items.item_ids)] * 2)
     console = Console()
@@ -199,7 +196,7 @@ def train_generate(
     out: Path,
     codes: Path | None,
     items: Path | None,
-    item_features: str,
+    item_features: tuple[str, ...],
     preset: str,
     overrides: tuple[str, ...],
     value_column: str,
@@ -223,7 +220,7 @@ def train_generate(
     torch.set_num_threads(threads)
     options = override(_generate_presets()[preset], overrides)
     source = log or movielens_100k()
-    data = read_training_data(source, value_column=value_column, items=items, columns=_columns(item_features))
+    data = read_training_data(source, value_column=value_column, items=items, columns=list(item_features))
     prepare(out)
     console = Console()
     with training_progress(console) as show:
@@ -293,11 +290,8 @@ def train_match(
     overrides: tuple[str, ...],
     density: float,
     num_validation: int,
-    user_column: str,
-    item_column: str,
-    tenant: str,
-    tenant_column: str | None,
     threads: int,
+    **columns: Any,
 ) -> None:
     """Train SCCDR from the interactions of a SOURCE and a TARGET domain that share users.
 
@@ -310,26 +304,10 @@ def train_match(
     from npu_gr.train.match.joined import run_training
 
     torch.set_num_threads(threads)
-    if tenant and tenant_column:
+    if columns["tenant"] and columns["tenant_column"]:
         raise click.UsageError("--tenant and --tenant-column exclude each other")
-    domains = read_domains(
-        source,
-        target,
-        test,
-        user_column=user_column,
-        item_column=item_column,
-        tenant=tenant,
-        tenant_column=tenant_column,
-    )
+    domains = read_domains(source, target, test, **columns)
     run_training(domains, out, overrides, density, num_validation, Console())
-
-
-def _columns(names: str) -> list[str]:
-    return [name for name in names.split(",") if name]
-
-
-def _names(_context: click.Context, _option: click.Parameter, names: str | None) -> tuple[str, ...]:
-    return () if names is None else tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def _settings(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
@@ -351,22 +329,16 @@ def _settings(_context: click.Context, _option: click.Parameter, given: tuple[st
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
 @click.option("--name", default="", help="Of the model; else the folder's.")
 @click.option("--item-ids", type=FILE, help="Ids of the items in the order of their rows, one a line; else numbers.")
-@click.option("--actions", callback=_names, metavar="NAMES", help="Names of the actions, comma-separated.")
-@click.option("--tasks", callback=_names, metavar="NAMES", help="Names of the tasks, comma-separated.")
+@click.option(
+    "--actions", default="", callback=names_of, metavar="NAMES", help="Names of the actions, comma-separated."
+)
+@click.option("--tasks", default="", callback=names_of, metavar="NAMES", help="Names of the tasks, comma-separated.")
 @click.option(
     "--set", "settings", callback=_settings, multiple=True, metavar="KEY=VALUE", help="A setting that FOLDER lacks."
 )
 @click.option("--trusted", is_flag=True, help="Read a distributed checkpoint, which may run its author's code.")
 def import_(
-    folder: Path,
-    family: str,
-    out: Path,
-    name: str,
-    item_ids: Path | None,
-    actions: tuple[str, ...],
-    tasks: tuple[str, ...],
-    settings: dict[str, Any],
-    trusted: bool,
+    folder: Path, family: str, out: Path, name: str, item_ids: Path | None, trusted: bool, **given: Any
 ) -> None:
     """Convert FOLDER, with one HSTU checkpoint and its configuration, into a checkpoint that `serve` reads.
 
@@ -386,7 +358,9 @@ def import_(
             raise ConfigError(f"--item-ids {item_ids}: must be whole numbers, one a line: {error}") from error
         if len(np.unique(ids)) != len(ids) or (ids < 0).any():
             raise ConfigError(f"--item-ids {item_ids}: must be distinct and not negative")
-    made = convert(family, folder, GivenNames(ids, actions, tasks), settings, is_trusted=trusted)
+    made = convert(
+        family, folder, GivenNames(ids, given["actions"], given["tasks"]), given["settings"], is_trusted=trusted
+    )
     shape = made.model.config
     checkpoint = Checkpoint(
         model=made.model, item_ids=made.item_ids, name=name or folder.resolve().name, action_names=shape.actions

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -181,6 +183,17 @@ class HistoryReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             "history_source": source.value if fault else None,
             "history_fault": fault.value if fault else None,
         }
+
+
+@dataclass(slots=True)
+class StoreHealth:
+    """What a store says of itself; kept up to date by the store, read from any thread."""
+
+    free_bytes: int | None = None  # that its file system has left; None = it has no file here
+    disk_bytes: int | None = None  # size of that file system
+    damaged: int | None = None  # places that the check at the start found; None = there was none
+    erased_at: float | None = None  # unix seconds of the oldest erasure that is not overwritten yet; None = all are
+    overwrites: Counter[str] = field(default_factory=Counter)  # runs by their result: ok, held (by a reader), failed
 
 
 class Mode(StrEnum):

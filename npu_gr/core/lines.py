@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import IO, Any
 
 from npu_gr.core.errors import DataError
 
@@ -18,35 +21,68 @@ def read_lines(path: Path) -> list[bytes]:
         DataError: the file cannot be opened, is damaged or was cut short; the message names it.
     """
     try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-        elif path.suffix == ".zst":
-            data = _unzstd(path, data)
+        return [line.removesuffix(b"\r") for line in raw_lines(path)]
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: {error}") from error
-    return data.splitlines()
 
 
-def _unzstd(path: Path, data: bytes) -> bytes:
-    """Decompress every frame. The library's own reader stops silently at a frame that is cut short; this one raises."""
+def raw_lines(
+    path: Path, on_progress: Callable[[float], None] = lambda _ratio: None, suffix: str | None = None
+) -> Iterator[bytes]:
+    """Read the lines of a file, unpacked, without their ends; the last line may have none.
+
+    Args:
+        path: of the file; packed if its suffix is .gz or .zst.
+        on_progress: called with the share of the file's bytes that was read.
+        suffix: says how the file is packed, where its own suffix does not.
+
+    Raises:
+        OSError, EOFError, zlib.error: the file is damaged, or its end is missing; the lines before were read.
+    """
+    size = max(path.stat().st_size, 1)
+    with path.open("rb") as file:
+        rest = b""
+        for chunk in _unpacked(file, path, path.suffix if suffix is None else suffix):
+            on_progress(file.tell() / size)
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from lines
+        if rest:
+            yield rest
+
+
+def _unpacked(file: IO[bytes], path: Path, suffix: str) -> Iterator[bytes]:
+    if suffix == ".zst":
+        yield from _unzstd(file, zstandard(path))
+        return
+    source: Any = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
+    while chunk := source.read1(_CHUNK_BYTES):
+        yield chunk
+
+
+def zstandard(path: Path) -> Any:
+    """Import the library that packs `.zst`.
+
+    Raises:
+        DataError: it is not installed.
+    """
     try:
-        import zstandard
+        return import_module("zstandard")
     except ImportError as error:
         raise DataError(f"{path}: zstd needs pip install 'npu_gr[zstd]'") from error
-    unpacked = []
+
+
+def _unzstd(file: IO[bytes], library: Any) -> Iterator[bytes]:
+    """Every frame of the file. The library's own reader stops silently where a frame is cut short."""
     frame = None
-    for start in range(0, len(data), _CHUNK_BYTES):
-        packed = data[start : start + _CHUNK_BYTES]
+    while packed := file.read(_CHUNK_BYTES):
         while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or library.ZstdDecompressor().decompressobj()
             try:
-                unpacked.append(frame.decompress(packed))
-            except zstandard.ZstdError as error:
-                raise DataError(f"{path}: {error}") from error
+                yield frame.decompress(packed)
+            except library.ZstdError as error:
+                raise OSError(str(error)) from error
             packed = frame.unused_data
             if frame.eof:
                 frame = None
     if frame:
         raise EOFError("the file ends inside a zstd frame")
-    return b"".join(unpacked)

@@ -41,17 +41,22 @@ class ServerTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     min_version: Literal["1.2", "1.3"] = "1.2"  # with client_ca always 1.3
 
 
-class ClientTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whom a client believes over TLS, and the certificate that it shows."""
+class TlsFiles(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whom a connection over TLS believes, and the certificate that it shows."""
 
     ca: str | None = None  # PEM file; None = the authorities that the system trusts
     certificate: str | None = None  # PEM file, for a server that wants to know who calls
     key: str | None = None  # PEM file, without a password
-    server_name: str | None = None  # that the server's certificate must have; None = the name in its address
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ValueError("certificate, key: give both or neither")
+
+
+class ClientTlsConfig(TlsFiles, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whom a client believes over TLS, and the certificate that it shows."""
+
+    server_name: str | None = None  # that the server's certificate must have; None = the name in its address
 
 
 class FollowedContext:

@@ -2,7 +2,7 @@
 
 Each thread takes a pass from the queue, runs it to its end, and looks for the next one before it delivers the results
 to the event loop: so an idle thread delivers as its last act before it sleeps, and leaves the interpreter to the loop
-that it has just woken. A lock guards the queue: every method may be called from any thread, unless it says otherwise.
+that it has just woken.
 
 Idle threads are woken at the end of a turn of the event loop, once for all jobs of the turn. A thread that wakes before
 waits for the interpreter anyway, for the loop has it, and takes from the pass what the turn would still have added.
@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import Context
 from typing import Any, Self, TypeVar
@@ -82,65 +82,44 @@ class PromptFuture(asyncio.Future[T]):
 
 log = logging.getLogger(__name__)
 
-_Ended = tuple[Job, JobResult[Any] | NpuGrError]
+Ended = tuple[Job, JobResult[Any] | NpuGrError]
 # At three times what an instance can do, 1,450 ranks/s are in time with Python's 5 ms, and 1,570 with this. With 0.1 ms
 # as many are, but more are late: the loop is interrupted in each of its turns.
 SWITCH_S = 5e-4
-_LATE = "the deadline passed while waiting for the device"
+LATE = "the deadline passed while waiting for the device"
+_STOPPING = "the instance is stopping"
 
 
-class DeviceThreads:
-    """`config.streams` threads over one queue. A job's `tag` is the asyncio future that gets its result."""
+class Streams:
+    """One queue, and what runs its passes. A job's `tag` is the asyncio future that gets its result.
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        stream: Callable[[], AbstractContextManager[None]],
-        on_pass: Callable[[list[Job], float], None],
-    ) -> None:
-        """Make the threads; they do not run yet.
+    `DeviceThreads` run them on a device; the simulator lets virtual time pass instead.
+    """
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
+        """Nothing runs yet.
 
         Args:
             config: limits of the queue and of a pass.
-            stream: enters a thread's own stream of work on the device, for as long as the thread runs.
-            on_pass: called on a device thread after each pass, with its jobs and the seconds it took. Its failures
-                are logged.
+            clock: in seconds; a job's instants are its.
         """
-        self._stream = stream
-        self._on_pass = on_pass
-        self._queue = JobQueue(config)
-        self._lock = threading.Lock()
-        self._idle: list[threading.Lock] = []  # the bells of the threads that sleep: whoever takes one out rings it
-        self._stopping = False
-        self._untold = 0  # jobs of this turn of the event loop, of which idle threads do not know
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pass_ends_at = [0.0] * config.streams  # by estimate; in the past: the stream is idle
-        self._threads = [
-            threading.Thread(target=self._work, args=(n,), name=f"npu_gr-device-{n}", daemon=True)
-            for n in range(config.streams)
-        ]
+        self.queue = JobQueue(config)
+        # Called after each pass with its jobs and the seconds it took, on the thread that ran it. Failures are logged.
+        self.on_pass: Callable[[list[Job], float], None] = lambda _jobs, _took_s: None
         self.failures_in_a_row = 0
-
-    # ---- called by the scheduler
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._pass_ends_at = [float("-inf")] * config.streams  # by estimate; in the past: the stream is idle
 
     def start(self) -> None:
-        """Start the threads. Results go to the event loop that runs now."""
+        """Begin to run passes. Results go to the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
-        sys.setswitchinterval(SWITCH_S)  # of the process
-        for thread in self._threads:
-            thread.start()
 
     async def stop(self) -> None:
-        """End the threads after the passes that run. Jobs that still wait end with Unavailable."""
-        with self._lock:
-            self._stopping = True
-        self._ring(len(self._threads))
-        for thread in self._threads:
-            if thread.ident is not None:
-                await asyncio.to_thread(thread.join)
-        with self._lock:
-            left = self._queue.drain()
-        self._deliver([(job, Unavailable("the instance is stopping")) for job in left])
+        """Let the passes that run end. Jobs that still wait end with Unavailable."""
+        self._stopping = True
+        self._deliver([(job, Unavailable(_STOPPING)) for job in self.queue.drain()])
 
     def submit(self, job: Job, *, force: bool = False) -> asyncio.Future[JobResult[Any]]:
         """Queue a job. Call it on the event loop.
@@ -150,21 +129,115 @@ class DeviceThreads:
             force: queue it even if the queue is full.
 
         Raises:
-            Overloaded: the queue is full. Unavailable: the threads are stopping.
+            Overloaded: the queue is full. Unavailable: the streams are stopping.
         """
         assert self._loop is not None, "start() first"
         future: PromptFuture[JobResult[Any]] = PromptFuture(loop=self._loop)
         job.tag = future
-        with self._lock:
-            if self._stopping:
-                raise Unavailable("the instance is stopping")
-            shed = self._queue.put(job, time.monotonic(), force=force)
-        if not self._untold:
-            self._loop.call_soon(self._tell)
-        self._untold += 1
+        if self._stopping:
+            raise Unavailable(_STOPPING)
+        shed = self.queue.put(job, self._clock(), force=force)
+        self._submitted()
         if shed is not None:
             self._deliver([(shed, Overloaded("dropped to make room for a request", reason=Refusal.SHED))])
         return future
+
+    def _submitted(self) -> None:
+        """See to it that a job that was just queued runs."""
+        raise NotImplementedError
+
+    def cancel_at_step(self, job: Job) -> None:
+        """End a job after the step that runs; at once, with what has run, if it waits."""
+        if self.queue.withdraw(job):
+            self._deliver([(job, JobResult(None, 0.0, 0.0, steps=job.ran))])
+
+    def wait_s(self, within_s: float) -> float:
+        """Estimate how long a request that comes now would wait: for a stream, and for the jobs that go before it.
+
+        Args:
+            within_s: the request's order counts from now on by so many seconds.
+        """
+        now_at = self._clock()
+        running_s = max(0.0, min(self._pass_ends_at) - now_at)
+        return running_s + self.queue.ahead_s(now_at + within_s) / len(self._pass_ends_at)
+
+    def _begin(self, stream: int, jobs: list[Job]) -> tuple[float, float]:
+        """Note that a pass begins on a stream. Returns when, and its estimated seconds."""
+        began_at = self._clock()
+        expected_s = sum([job.estimate_s for job in jobs])
+        self._pass_ends_at[stream] = began_at + expected_s * self.queue.slowdown.value
+        return began_at, expected_s
+
+    def _end(
+        self, stream: int, jobs: list[Job], results: Sequence[Any], began_at: float, expected_s: float
+    ) -> list[Ended]:
+        """Note that a pass has ended, and queue the next steps of its jobs. Returns the jobs that have none."""
+        now_at = self._clock()
+        took_s = now_at - began_at
+        self._pass_ends_at[stream] = float("-inf")
+        self.queue.slowdown.observe(expected_s, took_s)
+        try:
+            self.on_pass(jobs, took_s)
+        except Exception:  # as in `_attempt`
+            log.exception("a pass could not be noted")
+        ended: list[Ended] = []
+        for job, result in zip(jobs, results, strict=True):
+            if isinstance(result, NpuGrError):
+                ended.append((job, result))
+            elif not self.queue.put_next_step(job, now_at):
+                ended.append((job, JobResult(result, began_at - job.submitted_at, took_s, len(jobs), job.ran)))
+        return ended
+
+    def _deliver(self, ended: list[Ended]) -> None:
+        """Hand the ends of jobs to the event loop: all of a pass in one wake-up, which costs more than they do."""
+        if not ended:
+            return
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(finish, ended)
+        except RuntimeError:  # the loop is closed: the process is ending, and nobody waits for the result
+            log.debug("a result came after the event loop closed")
+
+
+class DeviceThreads(Streams):
+    """A thread a stream. Idle ones sleep, and whoever takes a sleeping thread's bell out of `_idle` rings it."""
+
+    def __init__(self, config: SchedulerConfig, stream: Callable[[], AbstractContextManager[None]]) -> None:
+        """Make the threads; they do not run yet.
+
+        Args:
+            config: limits of the queue and of a pass.
+            stream: enters a thread's own stream of work on the device, for as long as the thread runs.
+        """
+        super().__init__(config, time.monotonic)
+        self._stream = stream
+        self._lock = threading.Lock()  # of `_idle`; whoever has it may ask the queue, whose lock is another
+        self._idle: list[threading.Lock] = []
+        self._untold = 0  # jobs of this turn of the event loop, of which idle threads do not know
+        self._threads = [
+            threading.Thread(target=self._work, args=(n,), name=f"npu_gr-device-{n}", daemon=True)
+            for n in range(config.streams)
+        ]
+
+    def start(self) -> None:
+        super().start()
+        sys.setswitchinterval(SWITCH_S)  # of the process
+        for thread in self._threads:
+            thread.start()
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._ring(len(self._threads))
+        for thread in self._threads:
+            if thread.ident is not None:
+                await asyncio.to_thread(thread.join)
+        await super().stop()
+
+    def _submitted(self) -> None:
+        assert self._loop is not None
+        if not self._untold:
+            self._loop.call_soon(self._tell)
+        self._untold += 1
 
     def _tell(self) -> None:
         untold, self._untold = self._untold, 0
@@ -177,57 +250,15 @@ class DeviceThreads:
         for bell in bells:
             bell.release()
 
-    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants."""
-        with self._lock:
-            self._queue.weights = tenant_weights
-
-    def withdraw(self, job: Job) -> bool:
-        """Take a job out of the queue, and its later steps. Returns False if it is not waiting."""
-        with self._lock:
-            return self._queue.withdraw(job)
-
-    def cancel_at_step(self, job: Job) -> None:
-        """End a job after the step that runs; at once, with what has run, if it waits."""
-        if self.withdraw(job):
-            self._deliver([(job, JobResult(None, 0.0, 0.0, steps=job.ran))])
-
-    def hasten(self, job: Job, order_at: float) -> None:
-        """Move a job forward in the queue."""
-        with self._lock:
-            self._queue.hasten(job, order_at)
-
-    @property
-    def depth(self) -> int:
-        """Jobs waiting."""
-        return len(self._queue)
-
-    @property
-    def pressure(self) -> float:
-        """The queue's pressure a stream; see `JobQueue.pressure`."""
-        return self._queue.pressure / len(self._threads)
-
-    def wait_s(self, within_s: float) -> float:
-        """Estimate how long a request that comes now would wait: for a stream, and for the jobs that go before it.
-
-        Args:
-            within_s: the request's order counts from now on by so many seconds.
-        """
-        with self._lock:
-            now_at = time.monotonic()
-            ahead_s = self._queue.ahead_s(now_at + within_s)
-            running_s = max(0.0, min(self._pass_ends_at) - now_at)
-        return running_s + ahead_s / len(self._threads)
-
     # ---- a device thread
 
     def _work(self, stream: int) -> None:
         bell = threading.Lock()
         bell.acquire()
-        ended: list[_Ended] = []
+        ended: list[Ended] = []
         with self._stream():
             while (taken := self._take(bell)) is not None:
-                self._deliver(ended + [(job, DeadlineExceeded(_LATE)) for job in taken.expired])
+                self._deliver(ended + [(job, DeadlineExceeded(LATE)) for job in taken.expired])
                 if taken.jobs:
                     ended = self._run_pass(stream, taken.jobs)
                 else:
@@ -240,7 +271,7 @@ class DeviceThreads:
         with self._lock:
             if self._stopping:
                 return None
-            taken = self._queue.take(time.monotonic())
+            taken = self.queue.take(self._clock())
             if not taken.jobs:
                 self._idle.append(bell)
             return taken
@@ -255,32 +286,11 @@ class DeviceThreads:
                 return
         bell.acquire()  # somebody has taken it out, and rings it now
 
-    def _run_pass(self, stream: int, jobs: list[Job]) -> list[_Ended]:
-        began_at = time.monotonic()
-        expected_s = sum([job.estimate_s for job in jobs])
-        self._pass_ends_at[stream] = began_at + expected_s * self._queue.slowdown.value
-        results = self._attempt(jobs)
-        now_at = time.monotonic()
-        took_s = now_at - began_at
-        self._pass_ends_at[stream] = 0.0
-        self._queue.slowdown.observe(expected_s, took_s)
-        try:
-            self._on_pass(jobs, took_s)
-        except Exception:  # as in `_attempt`
-            log.exception("a pass could not be noted")
-        ended: list[_Ended] = []
-        num_next = 0
-        with self._lock:
-            for job, result in zip(jobs, results, strict=True):
-                if isinstance(result, NpuGrError):
-                    ended.append((job, result))
-                elif self._queue.put_next_step(job, now_at):
-                    num_next += 1
-                else:
-                    queue_s = began_at - job.submitted_at
-                    ended.append((job, JobResult(result, queue_s, took_s, len(jobs), job.ran)))
-        if num_next:
-            self._ring(num_next)
+    def _run_pass(self, stream: int, jobs: list[Job]) -> list[Ended]:
+        began_at, expected_s = self._begin(stream, jobs)
+        ended = self._end(stream, jobs, self._attempt(jobs), began_at, expected_s)
+        if len(ended) < len(jobs):
+            self._ring(len(jobs) - len(ended))
         return ended
 
     def _attempt(self, jobs: list[Job]) -> list[Any]:
@@ -305,18 +315,9 @@ class DeviceThreads:
             return results
         return [result for job in jobs for result in self._attempt([job])]
 
-    def _deliver(self, ended: list[_Ended]) -> None:
-        """Hand the ends of jobs to the event loop: all of a pass in one wake-up, which costs more than they do."""
-        if not ended:
-            return
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(_finish, ended)
-        except RuntimeError:  # the loop is closed: the process is ending, and nobody waits for the result
-            log.debug("a result came after the event loop closed")
 
-
-def _finish(ended: list[_Ended]) -> None:
+def finish(ended: list[Ended]) -> None:
+    """End the futures of jobs, on the event loop and within no task."""
     left = iter(ended)
     try:
         for job, result in left:
@@ -328,4 +329,4 @@ def _finish(ended: list[_Ended]) -> None:
                 job.let_go.set_result(None)
     finally:
         if rest := list(left):  # the process is told to end: those who still wait must not wait for ever
-            asyncio.get_running_loop().call_soon(_finish, rest)
+            asyncio.get_running_loop().call_soon(finish, rest)

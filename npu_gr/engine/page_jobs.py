@@ -32,6 +32,21 @@ class CachedPrefix(NamedTuple):
     num_tokens: int
 
 
+class PageCopy(NamedTuple):
+    """A prefix to copy between two tiers of the same layout."""
+
+    source: KVArena
+    source_runs: Sequence[PageRun]  # where it lies, in token order
+    target: KVArena
+    target_runs: Sequence[PageRun]  # that receive it; at least as many pages
+    num_tokens: int  # of the prefix; whole pages are copied
+
+    @property
+    def num_bytes(self) -> int:
+        """The keys and values of its tokens."""
+        return self.target.layout.bytes(self.num_tokens)
+
+
 def proof_order() -> JobOrder:
     """The place in the queue of a job that proves or warms up a model."""
     return JobOrder(time.monotonic() + PROOF_S)
@@ -95,23 +110,12 @@ class PageJobs(PassCosts):
         self.on_copied: Callable[[KVArena, int, JobResult[None]], None] = lambda _target, _num_bytes, _done: None
 
     async def copy(
-        self,
-        source: KVArena,
-        source_runs: Sequence[PageRun],
-        target: KVArena,
-        target_runs: Sequence[PageRun],
-        num_tokens: int,
-        deadline_at: float,
-        order: JobOrder | None = None,
-        *,
-        preemptible: bool = False,
+        self, pages: PageCopy, deadline_at: float, order: JobOrder | None = None, *, preemptible: bool = False
     ) -> None:
         """Copy a prefix between tiers, bit for bit. Returns when the bytes have arrived.
 
         Args:
-            source, source_runs: where the prefix lies, in token order.
-            target, target_runs: pages of the same layout that receive it; at least as many.
-            num_tokens: length of the prefix; whole pages are copied.
+            pages: what to copy, and where to.
             deadline_at: instant on time.monotonic(); a copy that has not begun by then is dropped.
             order: its place in the queue; None = by its deadline.
             preemptible: it waits behind every request, and a full queue may drop it.
@@ -121,13 +125,14 @@ class PageJobs(PassCosts):
         """
 
         def start() -> Callable[[], None]:
+            source, source_runs, target, target_runs, num_tokens = pages
             return self.backend.copy(lambda: target.copy_tokens_from(source, source_runs, target_runs, num_tokens))
 
         queued = await self.scheduler.call(start, deadline_at, order, preemptible=preemptible, kind="copy")
         began_at = time.monotonic()
         await self.scheduler.finished(queued.value)  # the copy engine works while the device thread goes on
         done = JobResult(None, queued.queue_s, queued.device_s + time.monotonic() - began_at)
-        self.on_copied(target, target.layout.bytes(num_tokens), done)
+        self.on_copied(pages.target, pages.num_bytes, done)
 
     async def measure_copy(
         self, dram: KVArena, dram_runs: Sequence[PageRun], runs: Sequence[PageRun], num_tokens: int
@@ -139,12 +144,13 @@ class PageJobs(PassCosts):
             runs: pages of this engine's arena that nobody else uses; they are overwritten.
             num_tokens: how much to copy.
         """
+        pages = PageCopy(dram, dram_runs, self.arena, runs, num_tokens)
         samples_s = list[float]()
         for _ in range(COPY_SAMPLES):
             began_at = time.perf_counter()
-            await self.copy(dram, dram_runs, self.arena, runs, num_tokens, float("inf"), proof_order())
+            await self.copy(pages, float("inf"), proof_order())
             samples_s.append(time.perf_counter() - began_at)
-        self.copy_bytes_per_s = dram.layout.bytes(num_tokens) / min(samples_s)
+        self.copy_bytes_per_s = pages.num_bytes / min(samples_s)
 
     async def timed(self, run: Callable[[], object]) -> float:
         """Run a pass twice as a warm-up, and return the device seconds of the second time.

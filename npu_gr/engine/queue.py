@@ -1,4 +1,4 @@
-"""The jobs that wait for the device, and which of them form the next pass. Pure: no thread, no tensor, no clock.
+"""The jobs that wait for the device, and which of them form the next pass. Pure: no tensor, no clock.
 
 A job is a unit of device work. Its submitter may change its order while it waits or runs:
 
@@ -33,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
@@ -234,21 +235,47 @@ class _Batch:
         return min(patient_until_at, latest_start_at) - self._now_at
 
 
+class _Shares:
+    """How much of the queue and of the newest pass each tenant has.
+
+    The newest pass counts, since a queue is often empty while a tenant has all of the device.
+    """
+
+    def __init__(self) -> None:
+        self.weights: Mapping[str, float] = {}  # of tenants; all others have 1
+        self.newest: Counter[str] = Counter()  # requests of the newest pass; a tenant that has none has no entry
+        self._held: Counter[str] = Counter()  # requests that wait, likewise
+
+    def change(self, tenant: str, by: int) -> None:
+        """Count a request that comes or goes."""
+        self._held[tenant] += by
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+    def is_under(self, tenant: str) -> bool:
+        """Whether a tenant would hold less than its share of what waits and of the newest pass, with one more."""
+        names = self._held.keys() | self.newest.keys() | {tenant}
+        if len(names) == 1:
+            return False
+        total = sum([self.weights.get(name, 1.0) for name in names])
+        held = self._held.get(tenant, 0) + self.newest.get(tenant, 0) + 1
+        return held * total < self.weights.get(tenant, 1.0) * (self._held.total() + self.newest.total() + 1)
+
+
 class JobQueue:
-    """A heap of waiting jobs by `order_at`. One thread at a time.
+    """A heap of waiting jobs by `order_at`. Any thread may call every method; a lock guards each call.
 
     A job that leaves early, or is hastened, leaves its old place in the heap behind; `_pop` skips such places.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._lock = threading.RLock()
         self._heap: list[tuple[float, int, Job]] = []
         self._numbers = itertools.count()  # of equal `order_at`, the job that was put first goes first
         self._preemptible: dict[Job, None] = {}  # oldest first
         self._waiting = 0
-        self._held: Counter[str] = Counter()  # requests that wait, by their tenant; one that has none has no entry
-        self._newest: Counter[str] = Counter()  # requests of the newest pass that had some, likewise
-        self.weights: Mapping[str, float] = {}  # of tenants; all others have 1
+        self.shares = _Shares()
         self._pressure = 0.0
         self.slowdown = SlowdownEwma()  # of passes; whoever runs them reports how long they took
 
@@ -265,8 +292,10 @@ class JobQueue:
 
     def ahead_s(self, order_at: float) -> float:
         """Estimated device seconds of the waiting jobs that would run before a job of this order."""
-        ahead = (job for at, _, job in self._heap if at <= order_at and job.is_waiting and at == job.order_at)
-        return sum(job.estimate_s + sum(step.estimate_s for step in job.rest) for job in ahead) * self.slowdown.value
+        with self._lock:
+            ahead = (job for at, _, job in self._heap if at <= order_at and job.is_waiting and at == job.order_at)
+            ahead_s = sum(job.estimate_s + sum(step.estimate_s for step in job.rest) for job in ahead)
+        return ahead_s * self.slowdown.value
 
     def put(self, job: Job, now_at: float, *, force: bool = False) -> Job | None:
         """Take a job in.
@@ -282,12 +311,16 @@ class JobQueue:
         Raises:
             Overloaded: the queue is full, and no job in it may be shed for this one.
         """
+        with self._lock:
+            return self._put(job, now_at, force)
+
+    def _put(self, job: Job, now_at: float, force: bool) -> Job | None:
         arrived_at = now_at if job.arrived_at is None else job.arrived_at
         if job.preemptible:  # behind every request, the oldest first, unless a request waits for it
             job.order_at = min(job.order_at, arrived_at + BEHIND_S)
         else:
             job.order_at = min(job.order_at, job.deadline_at, arrived_at + self._config.aging_s)
-            job.is_ahead = self._is_under_its_share(job.tenant)
+            job.is_ahead = self.shares.is_under(job.tenant)
             if job.is_ahead:
                 job.order_at = min(job.order_at, arrived_at)
         shed = None
@@ -306,7 +339,7 @@ class JobQueue:
         if job.preemptible:
             self._preemptible[job] = None
         else:
-            self._held[job.tenant] += 1
+            self.shares.change(job.tenant, 1)
             self._pressure += job.estimate_s / job.objective_s
         return shed
 
@@ -324,21 +357,9 @@ class JobQueue:
 
     def withdraw(self, job: Job) -> bool:
         """Take a job out, and its later steps. Returns False if it is not waiting: the step that runs is its last."""
-        job.rest = ()
-        return self._leave(job)
-
-    def _is_under_its_share(self, tenant: str) -> bool:
-        """Whether a tenant would hold less than its share of what waits and of the newest pass, with one more.
-
-        The newest pass counts, since a queue is often empty while a tenant has all of the device.
-        """
-        names = self._held.keys() | self._newest.keys() | {tenant}
-        if len(names) == 1:
-            return False
-        weights = self.weights
-        total = sum([weights.get(name, 1.0) for name in names])
-        held = self._held.get(tenant, 0) + self._newest.get(tenant, 0) + 1
-        return held * total < weights.get(tenant, 1.0) * (self._held.total() + self._newest.total() + 1)
+        with self._lock:
+            job.rest = ()
+            return self._leave(job)
 
     def _leave(self, job: Job) -> bool:
         if not job.is_waiting:
@@ -348,9 +369,7 @@ class JobQueue:
         if job.preemptible:
             del self._preemptible[job]
         else:
-            self._held[job.tenant] -= 1
-            if not self._held[job.tenant]:
-                del self._held[job.tenant]
+            self.shares.change(job.tenant, -1)
             self._pressure -= job.estimate_s / job.objective_s
         if len(self._preemptible) == self._waiting:
             self._pressure = 0.0  # exactly: rounding errors must not add up
@@ -358,29 +377,31 @@ class JobQueue:
 
     def hasten(self, job: Job, order_at: float) -> None:
         """Move a job forward because something more urgent waits for it. If a step of it runs, the later steps move."""
-        if order_at < job.order_at:
-            job.order_at = order_at
-            if job.is_waiting:
-                self._push(job)
+        with self._lock:
+            if order_at < job.order_at:
+                job.order_at = order_at
+                if job.is_waiting:
+                    self._push(job)
 
     def take(self, now_at: float) -> NextPass:
         """Decide on the next pass, and take its jobs out."""
-        expired: list[Job] = []
-        first = self._pop(now_at, expired)
-        if first is None:
-            return NextPass([], expired, None)
-        batch = _Batch(first, self._config, now_at, self.slowdown.value)
-        if first.shares:
-            self._fill(batch, now_at, expired)
-            if (wait_s := batch.may_wait_s()) > 0:
-                for job in batch.jobs:
-                    self._push(job)
-                return NextPass([], expired, wait_s)
-        for job in batch.jobs:
-            self._leave(job)
-        if not first.preemptible:
-            self._newest = Counter([job.tenant for job in batch.jobs])
-        return NextPass(batch.jobs, expired, None)
+        with self._lock:
+            expired: list[Job] = []
+            first = self._pop(now_at, expired)
+            if first is None:
+                return NextPass([], expired, None)
+            batch = _Batch(first, self._config, now_at, self.slowdown.value)
+            if first.shares:
+                self._fill(batch, now_at, expired)
+                if (wait_s := batch.may_wait_s()) > 0:
+                    for job in batch.jobs:
+                        self._push(job)
+                    return NextPass([], expired, wait_s)
+            for job in batch.jobs:
+                self._leave(job)
+            if not first.preemptible:
+                self.shares.newest = Counter([job.tenant for job in batch.jobs])
+            return NextPass(batch.jobs, expired, None)
 
     def _fill(self, batch: _Batch, now_at: float, expired: list[Job]) -> None:
         """Add the waiting jobs that may share the pass, in their order; the others go back."""
@@ -396,8 +417,9 @@ class JobQueue:
 
     def drain(self) -> list[Job]:
         """Take every waiting job out."""
-        left = [job for _, _, job in self._heap if self.withdraw(job)]
-        self._heap.clear()
+        with self._lock:
+            left = [job for _, _, job in self._heap if self.withdraw(job)]
+            self._heap.clear()
         return left
 
     def _push(self, job: Job) -> None:

@@ -22,7 +22,7 @@ from npu_gr.core.errors import CheckpointError, DeviceError
 from npu_gr.engine.generate_engine import GenerateEngine
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.page_jobs import CachedPrefix, proof_order
+from npu_gr.engine.page_jobs import CachedPrefix, PageCopy, proof_order
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.model.generative import LayerSlabs
 from npu_gr.model.history_tokens import Tokens
@@ -64,9 +64,9 @@ async def parity(
     hit = RankPass(tokens, 0, candidates, shown_at, cached=CachedPrefix(runs, cut))
     results = {"HBM": await _asked(engine, hit)}
     if dram is not None:
-        await engine.copy(engine.arena, runs, dram, dram_runs, cut, _FAR, proof_order())
+        await engine.copy(PageCopy(engine.arena, runs, dram, dram_runs, cut), _FAR, proof_order())
         await engine.zero(engine.arena, runs)
-        await engine.copy(dram, dram_runs, engine.arena, runs, cut, _FAR, proof_order())
+        await engine.copy(PageCopy(dram, dram_runs, engine.arena, runs, cut), _FAR, proof_order())
         results["DRAM"] = await _asked(engine, hit)
         await engine.zero(dram, dram_runs)
     await engine.zero(engine.arena, runs)

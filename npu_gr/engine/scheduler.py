@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import Unavailable
-from npu_gr.engine.device_threads import DeviceThreads
+from npu_gr.engine.device_threads import DeviceThreads, Streams
 from npu_gr.engine.queue import BatchFn, Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
 
 T = TypeVar("T")
@@ -43,46 +43,51 @@ class Scheduler:
     """The one way to the device. Every method is for the event loop."""
 
     def __init__(
-        self, config: SchedulerConfig, stream: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        config: SchedulerConfig,
+        stream: Callable[[], AbstractContextManager[None]] = nullcontext,
+        streams: Streams | None = None,
     ) -> None:
         """Nothing runs before `start`.
 
         Args:
             config: limits of the queue and of a pass.
             stream: enters a device thread's own stream of work on the device, for as long as the thread runs.
+            streams: what runs the passes; None = threads.
         """
         self.config = config
-        self._threads = DeviceThreads(config, stream, self._pass_ended)
+        self._streams = DeviceThreads(config, stream) if streams is None else streams
+        self._streams.on_pass = self._pass_ended
         # Both are called on a device thread.
         self.on_batch: Callable[[str, int, int], None] = lambda _kind, _requests, _rows: None  # after a shared pass
         self.on_worked: Callable[[str, float], None] = lambda _kind, _seconds: None  # after every pass
 
     def start(self) -> None:
-        """Start the threads. Results go to the event loop that runs now."""
-        self._threads.start()
+        """Begin to run jobs. Results go to the event loop that runs now."""
+        self._streams.start()
 
     async def stop(self) -> None:
-        """End the threads after the passes that run. Jobs that still wait end with Unavailable."""
-        await self._threads.stop()
+        """Let the passes that run end. Jobs that still wait end with Unavailable."""
+        await self._streams.stop()
 
     def weigh(self, tenant_weights: Mapping[str, float]) -> None:
         """Set the weights of tenants' shares of the queue; all that are not named have 1."""
-        self._threads.weigh(tenant_weights)
+        self._streams.queue.shares.weights = tenant_weights
 
     @property
     def depth(self) -> int:
         """Jobs waiting."""
-        return self._threads.depth
+        return len(self._streams.queue)
 
     @property
     def failures_in_a_row(self) -> int:
         """Jobs that failed on the device since the last one that did not; our own errors do not count."""
-        return self._threads.failures_in_a_row
+        return self._streams.failures_in_a_row
 
     @property
     def pressure(self) -> float:
         """Sum over the waiting requests of (estimated device seconds / objective seconds of the request), a stream."""
-        return self._threads.pressure
+        return self._streams.queue.pressure / self.config.streams
 
     def wait_s(self, objective_s: float) -> float:
         """Estimate how long a request that comes now would wait for the device.
@@ -93,7 +98,7 @@ class Scheduler:
         Args:
             objective_s: of the request, from arrival to answer; it sets the request's place in the queue.
         """
-        return self._threads.wait_s(min(objective_s, self.config.aging_s))
+        return self._streams.wait_s(min(objective_s, self.config.aging_s))
 
     async def call(
         self,
@@ -121,7 +126,7 @@ class Scheduler:
         """
         order = JobOrder(deadline_at) if order is None else order
         job = _job([JobStep(function, estimate_s)], deadline_at, order, preemptible, kind)
-        with order.applied(lambda: self._threads.hasten(job, order.order_at)):
+        with order.applied(lambda: self._streams.queue.hasten(job, order.order_at)):
             return await self._submit(job)
 
     async def sequence(
@@ -154,9 +159,9 @@ class Scheduler:
 
         def changed() -> None:
             if order.is_cancelled_at_step:
-                self._threads.cancel_at_step(job)
+                self._streams.cancel_at_step(job)
             else:
-                self._threads.hasten(job, order.order_at)
+                self._streams.queue.hasten(job, order.order_at)
 
         with order.applied(changed):
             return await self._submit(job)
@@ -220,7 +225,7 @@ class Scheduler:
         """
         job = Job(run=_each, work=function, order_at=float("-inf"))
         try:
-            return self._threads.submit(job, force=True)
+            return self._streams.submit(job, force=True)
         except Unavailable as error:
             future: asyncio.Future[JobResult[None]] = job.tag
             future.set_exception(error)
@@ -240,13 +245,13 @@ class Scheduler:
             raise
 
     async def _submit(self, job: Job) -> JobResult[Any]:
-        future = self._threads.submit(job)
+        future = self._streams.submit(job)
         try:
             return await future
         except asyncio.CancelledError:
             if not future.cancelled():  # it ended in the same turn of the event loop
                 future.exception()  # marks it as retrieved: nobody else will read it
-            elif not self._threads.withdraw(job) and not job.has_ended:
+            elif not self._streams.queue.withdraw(job) and not job.has_ended:
                 job.let_go = asyncio.get_running_loop().create_future()
                 await _ended(job.let_go)
             raise

@@ -30,8 +30,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.history import Events, UserKey, Write, Written
-from npu_gr.features.store import HistoryConfig, HistoryStore, StoredHistory, StoreHealth
+from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
+from npu_gr.core.logs import SeldomLog
+from npu_gr.features.store import HistoryConfig, HistoryStore, SourceConfig, StoredHistory
 
 NEWEST = 20  # calls, of which half must fail to open a breaker whose calls do not fail in a row
 
@@ -117,30 +118,6 @@ REFUSED = "refused"  # the breaker is open
 LOG_EVERY_S = 1.0
 
 
-class CallLimits(Protocol):
-    """How many calls may be made, and when the breaker opens."""
-
-    @property
-    def max_calls(self) -> int:
-        """Calls at once."""
-        ...
-
-    @property
-    def max_queue(self) -> int:
-        """Calls that wait for their turn."""
-        ...
-
-    @property
-    def max_failures(self) -> int:
-        """In a row; then calls fail at once."""
-        ...
-
-    @property
-    def retry_s(self) -> float:
-        """Seconds between two tries then."""
-        ...
-
-
 class StoreObserver(Protocol):
     """Counts calls of a store."""
 
@@ -172,7 +149,7 @@ class Lane:
     def __init__(
         self,
         name: str,
-        config: CallLimits,
+        config: HistoryConfig | SourceConfig,
         limit_s: float,
         observer: StoreObserver,
         clock: Callable[[], float],
@@ -200,8 +177,7 @@ class Lane:
         self._retry_s = config.retry_s
         self._cause = ""  # of the newest failure
         self._fault = StoreFault.UNAVAILABLE
-        self._quiet_until = float("-inf")
-        self._num_quiet = 0
+        self._faults = SeldomLog(log, LOG_EVERY_S, clock)
         self.waiting = 0
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -262,7 +238,7 @@ class Lane:
     def _busy(self, call: _Call, text: str) -> StoreFailed:
         took_s = self._clock() - call.began_at
         self._observer.called(call.operation, StoreFault.BUSY, took_s)
-        self._log("%s is busy: %s %s", self._of, self._name, text)
+        self._faults.warning("", f"{self._of} is busy: {self._name} {text}")
         return StoreFailed(f"{self._of} is busy: {text}", StoreFault.BUSY)
 
     async def _work(self, call: _Call, work: Callable[[], Awaitable[Any]], timer: asyncio.TimerHandle) -> None:
@@ -308,7 +284,7 @@ class Lane:
         is_its_work = error is None or isinstance(error, RequestError)
         self._observer.called(call.operation, OK if is_its_work else fault.value, took_s)
         if not is_its_work:
-            self._log("%s: %s", call.operation, error)
+            self._faults.warning("", f"{call.operation}: {error}")
         if is_its_work or fault is StoreFault.CORRUPT:
             if self._breaker.succeeded(call.era):
                 log.warning("%s works again: %s", self._of, self._name)
@@ -317,16 +293,6 @@ class Lane:
             self._fault = fault
             if self._breaker.failed(call.era):
                 log.error("%s fails: %s fail at once until it works again: %s", self._of, self._name, error)
-
-    def _log(self, text: str, *values: object) -> None:
-        """Log a failure, unless another one was logged in the last second."""
-        now = self._clock()
-        if now < self._quiet_until:
-            self._num_quiet += 1
-            return
-        log.warning(text + "%s", *values, f" (and {self._num_quiet} more before)" if self._num_quiet else "")
-        self._quiet_until = now + LOG_EVERY_S
-        self._num_quiet = 0
 
 
 class GuardedStore:

@@ -30,7 +30,8 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.history import Events, Mode, UserKey, Write, Written
+from npu_gr.core.history import Events, Mode, StoreHealth, UserKey, Write, Written
+from npu_gr.core.tls import TlsFiles
 from npu_gr.features import redis_records as scripts
 from npu_gr.features.checksum import CHECKED, Found, count_bad, damaged, pack_checked, unpack_checked
 from npu_gr.features.event_features import check_size
@@ -39,9 +40,7 @@ from npu_gr.features.store import (
     EVENT,
     HistoryConfig,
     IdempotencyKey,
-    RedisTlsConfig,
     StoredHistory,
-    StoreHealth,
     checked,
     key_bytes,
     merge,
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
 _SCHEME = "rediss"
 
 
-def tls_options(url: str, tls: RedisTlsConfig | None) -> dict[str, Any]:
+def tls_options(url: str, tls: TlsFiles | None) -> dict[str, Any]:
     """Return what redis-py needs for a URL; the server's certificate and its name are always checked.
 
     Args:
@@ -63,7 +62,7 @@ def tls_options(url: str, tls: RedisTlsConfig | None) -> dict[str, Any]:
     """
     if urlsplit(url).scheme != _SCHEME:
         return {}
-    tls = tls or RedisTlsConfig()
+    tls = tls or TlsFiles()
     return {
         "ssl_ca_certs": tls.ca,
         "ssl_certfile": tls.certificate,
@@ -316,7 +315,7 @@ _READ_BYTES = 1 << 20  # at once, so that a long history does not hold the serve
 _RUNS = 256  # of features at once
 
 
-async def check_redis(url: str, tls: RedisTlsConfig | None = None) -> Found:
+async def check_redis(url: str, tls: TlsFiles | None = None) -> Found:
     """Read every user's records, and compare each with its checksum. Users that change meanwhile are read as they are.
 
     Args:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -15,9 +14,10 @@ from msgspec.structs import replace
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
 from npu_gr.core.feature_schema.columns import Columns, widened
-from npu_gr.core.history import Events, UserKey, Write, Written
+from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero
+from npu_gr.core.tls import TlsFiles
 
 EVENT = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8")])  # packed: 18 bytes
 
@@ -45,25 +45,13 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_users: Count = 100_000  # whose features are remembered
 
 
-class RedisTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whom a `rediss://` connection believes, and the certificate that it shows."""
-
-    ca: str | None = None  # PEM file; None = the authorities that the system trusts
-    certificate: str | None = None  # PEM file; Redis asks for one unless tls-auth-clients is no
-    key: str | None = None  # PEM file, without a password
-
-    def __post_init__(self) -> None:
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("certificate, key: give both or neither")
-
-
 class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where behaviours are kept."""
 
     kind: Literal["embedded", "redis", "none"] = "embedded"
     path: str = "history.db"  # embedded: the file; its folder is made
     url: SecretUrl | None = None  # redis; None = redis://127.0.0.1:6379/0; rediss:// is over TLS
-    tls: RedisTlsConfig | None = None  # of rediss://
+    tls: TlsFiles | None = None  # of rediss://
     max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536  # older ones are given up
     # of an event: 4 a number, 8 a name; as many names as any event of the write has
     max_feature_bytes_per_event: Annotated[int, msgspec.Meta(ge=0, le=MAX_FEATURE_BYTES)] = 1024
@@ -109,17 +97,6 @@ class IdempotencyKey(NamedTuple):
         """Digest a caller's key and the events that came with it."""
         text = key.encode("utf-8", "surrogatepass")
         return cls(hashlib.blake2b(text, digest_size=16).digest(), bytes.fromhex(events.fingerprint()))
-
-
-@dataclass(slots=True)
-class StoreHealth:
-    """What a store says of itself; kept up to date by the store, read from any thread."""
-
-    free_bytes: int | None = None  # that its file system has left; None = it has no file here
-    disk_bytes: int | None = None  # size of that file system
-    damaged: int | None = None  # places that the check at the start found; None = there was none
-    erased_at: float | None = None  # unix seconds of the oldest erasure that is not overwritten yet; None = all are
-    overwrites: Counter[str] = field(default_factory=Counter)  # runs by their result: ok, held (by a reader), failed
 
 
 class HistoryStore(Protocol):

@@ -31,6 +31,7 @@ from npu_gr.core.feature_schema.columns import OneRow, Value
 from npu_gr.core.feature_schema.encode import as_column
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesOrigin, UserFeaturesSource, UserKey
+from npu_gr.core.logs import SeldomLog
 from npu_gr.core.words import cut
 from npu_gr.features.bulkhead import Lane, StoreObserver
 from npu_gr.features.store import SourceConfig
@@ -251,7 +252,7 @@ class UserFeatures:
         self._rows: OrderedDict[UserKey, _Row] = OrderedDict()  # the least recently used first
         self._running: dict[tuple[UserKey, tuple[str, ...]], asyncio.Task[FoundFeatures]] = {}
         self._num_forgotten = 0
-        self._quiet_until = float("-inf")
+        self._misfits = SeldomLog(log, LOG_EVERY_S, clock)
 
     def remembered(self, user: UserKey, reads: Mapping[str, Feature]) -> FoundFeatures | None:
         """Look up features that are fresh; None = they must be fetched.
@@ -295,7 +296,7 @@ class UserFeatures:
             fault = error.fault if isinstance(error, StoreFailed) else StoreFault.UNAVAILABLE
             return self._stand_in(user, names, fault)
         if bad:
-            self._warn(bad)
+            self._misfits.warning("", f"the feature source says what does not fit the model, which is left out: {bad}")
         row = _Row(values, names, began_at, StoreFault.CORRUPT if bad else None)
         if num_forgotten == self._num_forgotten:  # what is being erased is not remembered
             self._rows[user] = row
@@ -309,12 +310,6 @@ class UserFeatures:
         if row is not None and row.names == names and self._clock() - row.fetched_at <= self._config.stale_s:
             return FoundFeatures(row.values, UserFeaturesOrigin(UserFeaturesSource.LAST_KNOWN, fault))
         return FoundFeatures(None, UserFeaturesOrigin(UserFeaturesSource.NOTHING, fault))
-
-    def _warn(self, bad: str) -> None:
-        now = self._clock()
-        if now >= self._quiet_until:
-            log.warning("the feature source says what does not fit the model, which is left out: %s", bad)
-            self._quiet_until = now + LOG_EVERY_S
 
     def knows(self, user: UserKey) -> bool:
         """Whether features of the user are remembered."""

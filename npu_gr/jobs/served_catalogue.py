@@ -241,14 +241,7 @@ class ServedCatalogue:
 
     def info(self) -> CatalogueInfo:
         """Describe the version in service."""
-        status = self._catalogue.status()
-        return CatalogueInfo(
-            version=status.version,
-            num_items=status.num_items,
-            num_bytes=status.num_bytes,
-            age_s=status.age_s,
-            previous=status.previous,
-        )
+        return self._catalogue.status()
 
     def item_ids(self) -> I64:
         """List the items that can be found, in ascending order; ten million take tens of milliseconds. Any thread."""

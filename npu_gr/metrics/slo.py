@@ -9,7 +9,7 @@ no name is a metric's label.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -106,45 +106,30 @@ class Counts(NamedTuple):
 SLOT_S = 10.0
 LONGEST_S = 3600.0
 RATE_S = 60.0  # that a rate is of
-_STEP = 1.05  # from one edge of latencies to the next
 
 
 @dataclass(slots=True)
 class _Slot:
     number: int  # seconds of the clock, over SLOT_S
     counts: list[int] = field(default_factory=lambda: [0, 0, 0])
-    took: Counter[int] = field(default_factory=Counter)  # power of _STEP, in thresholds -> answers
-
-
-class Interval(NamedTuple):
-    """What came in one slot."""
-
-    counts: Counts
-    p99_s: float | None  # of the answers, rounded up by 5 % at most, but not over the threshold; None = there was none
 
 
 class Rolling:
-    """Results since the start, and over the last hour in slots of `SLOT_S` seconds.
+    """Results since the start, and over the last hour in slots of `SLOT_S` seconds."""
 
-    Args:
-        threshold_s: of the objective, which is an edge of what latencies are rounded to.
-    """
-
-    def __init__(self, threshold_s: float) -> None:
-        self._threshold_s = threshold_s
+    def __init__(self) -> None:
         self._slots: deque[_Slot] = deque()
         self._total = [0, 0, 0]
         self._since_at = 0.0  # of the newest results that no pause of RATE_S parts
         self._last_at = float("-inf")
 
-    def add(self, now_at: float, result: Result, num: int = 1, took_s: float | None = None) -> None:
+    def add(self, now_at: float, result: Result, num: int = 1) -> None:
         """Count results.
 
         Args:
             now_at: never goes back.
             result: of all of them.
             num: how many.
-            took_s: of each, if it was answered.
         """
         number = int(now_at // SLOT_S)
         place = _PLACE[result]
@@ -155,10 +140,7 @@ class Rolling:
         if now_at - self._last_at >= RATE_S:
             self._since_at = now_at
         self._last_at = now_at
-        slot = self._slots[-1]
-        slot.counts[place] += num
-        if took_s is not None:
-            slot.took[self._power(took_s)] += num
+        self._slots[-1].counts[place] += num
         self._total[place] += num
 
     def over(self, now_at: float, window_s: float) -> Counts:
@@ -176,27 +158,10 @@ class Rolling:
         begins_at = (int((now_at - RATE_S) // SLOT_S) + 1) * SLOT_S
         return self.over(now_at, RATE_S).good / max(now_at - max(begins_at, self._since_at), SLOT_S)
 
-    def intervals(self, now_at: float, num: int) -> list[Interval]:
-        """What came in each of the last `num` slots that are over, the oldest first."""
-        last = int(now_at // SLOT_S)
-        found = {slot.number: Interval(Counts(*slot.counts), self._p99_s(slot.took)) for slot in self._slots}
-        return [found.get(number, Interval(Counts(), None)) for number in range(last - num, last)]
-
     @property
     def total(self) -> Counts:
         """All results since the start."""
         return Counts(*self._total)
-
-    def _power(self, took_s: float) -> int:
-        return math.ceil(math.log(max(took_s, 1e-9) / self._threshold_s, _STEP))
-
-    def _p99_s(self, took: Counter[int]) -> float | None:
-        rank = math.ceil(0.99 * took.total())
-        for power in sorted(took):
-            rank -= took[power]
-            if rank <= 0:
-                return float(self._threshold_s * _STEP**power)
-        return None
 
 
 _PLACE = {result: index for index, result in enumerate(Result)}

@@ -1,4 +1,4 @@
-"""The status page: the Structs of its JSON, and its HTML. An instance and the router fill the same Structs.
+"""The status page: the Structs of its JSON, and its HTML.
 
 The page is one HTML text. It loads nothing but its JSON, a `StatusReport`, every two seconds. It holds no data of its
 own, so it is served without an API key; it asks the reader for a key when the server refuses the JSON.
@@ -12,15 +12,6 @@ from __future__ import annotations
 from importlib import resources
 
 import msgspec
-
-
-class Timeline(msgspec.Struct, frozen=True, kw_only=True):
-    """How one kind of request went lately: columns of one length, the oldest slot first, the last one just over."""
-
-    slot_s: float
-    good: list[int]  # requests answered in time
-    bad: list[int]  # answered late, refused for load, or failed
-    p99_s: list[float | None]  # of the answers; None = there was none
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +28,6 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
     per_s: float  # requests answered in time, a second, over the last minute
     p50_s: float | None  # of the newest requests; None = there were none
     p99_s: float | None
-    timeline: Timeline
 
 
 class TierStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,19 +72,10 @@ class SlowRequest(msgspec.Struct, frozen=True, kw_only=True):
     stages_s: dict[str, float]
 
 
-class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance as the router sees it."""
-
-    name: str
-    state: str
-    requests: int
-    in_flight: int
-
-
 class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     """The whole JSON. The page does not show an empty part."""
 
-    name: str  # of the process: "instance" or "router"
+    name: str  # of the process: "instance"
     ready: bool
     why_not: str  # in words, where `ready` is false
     uptime_s: float
@@ -104,7 +85,6 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierStatus] = []
     queue: dict[str, float] = {}  # jobs that wait, requests in flight, and the limits of both
     slow: list[SlowRequest] = []
-    instances: list[InstanceStatus] = []
     models: list[ModelStatus] = []
     tenants: dict[str, Served] = {}  # "" = requests that name none
     links: dict[str, str] = {}  # words -> path on this server

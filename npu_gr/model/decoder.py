@@ -31,7 +31,17 @@ from npu_gr.backend.base import Affine, Backend, accumulator
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.arrays import I64
 from npu_gr.core.settings import Count, Positive
-from npu_gr.model.generative import BeamStep, Begun, KVShape, LayerSlabs, Sink
+from npu_gr.model.generative import (
+    BeamStep,
+    Begun,
+    GenerativeModel,
+    KVShape,
+    LayerSlabs,
+    RMSNorm,
+    Sink,
+    joined,
+    whole,
+)
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -185,27 +195,7 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return rope_angles(first, num_tokens, frequencies)
 
 
-class RMSNorm(nn.Module):
-    """Compute x / rms(x) * weight over the last dimension, statistics in fp32, result in the weight's dtype."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
-        wide = x.to(accumulator(x.dtype))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(self.weight.dtype) * self.weight
-
-
 _TORCH = TorchOps()  # differentiable, for training
-
-
-def _whole(ops: Affine, x: Tensor, layer: nn.Linear) -> Tensor:
-    """All outputs [..., out] of a linear layer for x [..., in]."""
-    return ops.affine(x, layer, 0, layer.out_features, False)
 
 
 class DecoderLayer(nn.Module):
@@ -232,8 +222,8 @@ class DecoderLayer(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, ops: Affine = _TORCH) -> tuple[Tensor, Tensor, Tensor]:
         """Project rows x [n, dim] to Q [n, Hq, D], K and V [n, Hkv, D]; rotate by cos and sin [n, 1, D / 2]."""
-        whole = _whole(ops, self.norm_in(x), self.qkv)
-        q, k, v = whole.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
+        every = whole(ops, self.norm_in(x), self.qkv)
+        q, k, v = every.split([self.q_width, self.kv_width, self.kv_width], dim=-1)
         return self._queries(q, cos, sin), self._keys(k, cos, sin), self._heads(v)
 
     def project_last(
@@ -261,34 +251,28 @@ class DecoderLayer(nn.Module):
 
     def finish(self, x: Tensor, attention: Tensor, ops: Affine = _TORCH) -> Tensor:
         """Compute the next layer's rows [n, dim] from the rows x [n, dim] and the attention output [n, Hq, D]."""
-        x = x + _whole(ops, attention.flatten(-2), self.out).to(x.dtype)
+        x = x + whole(ops, attention.flatten(-2), self.out).to(x.dtype)
         normed = self.norm_mlp(x)
         if self.experts is not None:
             mixed: Tensor = self.experts(normed, ops)
         else:
-            gate, up = _whole(ops, normed, self.gate_up).chunk(2, dim=-1)
-            mixed = _whole(ops, silu(gate) * up, self.down)
+            gate, up = whole(ops, normed, self.gate_up).chunk(2, dim=-1)
+            mixed = whole(ops, silu(gate) * up, self.down)
         return x + mixed.to(x.dtype)
 
 
-class Decoder(nn.Module):
-    """The weights, prefill and one decode step. The residual stream of a half-precision model stays fp32."""
+class Decoder(GenerativeModel):
+    """The weights, prefill and one decode step."""
 
     is_divisible = True
 
     def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
+        super().__init__(config.vocab_size, config.dim, config.tied_head)
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         if not config.tied_head:
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.embedding.weight.dtype
-        return found
 
     @property
     def kv_shape(self) -> KVShape:
@@ -302,16 +286,6 @@ class Decoder(nn.Module):
         layer = self.layers[index]
         assert isinstance(layer, DecoderLayer)
         return layer
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[vocabulary, dim]: a row for each token's score."""
-        weight: Tensor = self.embedding.weight if self.config.tied_head else self.head.weight
-        return weight
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        rows: Tensor = self.embedding(tokens)
-        return rows.to(accumulator(rows.dtype))
 
     @torch.inference_mode()
     def prefill(
@@ -336,7 +310,7 @@ class Decoder(nn.Module):
         """
         scale = self.config.head_dim**-0.5
         cos, sin = self.config.angles(start, len(tokens), tokens.device)
-        x = self._embed(tokens)
+        x = self.embed(tokens)
         for index in range(len(self.layers)):
             layer = self._layer(index)
             if index + 1 < len(self.layers):
@@ -365,11 +339,6 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
-        """Run one step of all beams of some requests; write their keys and values into their slots.
-
-        Returns:
-            [rows of all steps, dim] after the final norm, step after step: what `logits` takes.
-        """
         scale = self.config.head_dim**-0.5
         device = steps[0].tokens.device
         counts = [len(step.tokens) for step in steps]
@@ -378,12 +347,12 @@ class Decoder(nn.Module):
             torch.cat([each[i].expand(count, -1, -1) for each, count in zip(angles, counts, strict=True)])
             for i in (0, 1)
         )
-        rows = [self._embed(torch.cat([step.tokens for step in steps])), cos, sin]
+        rows = [self.embed(torch.cat([step.tokens for step in steps])), cos, sin]
         for index in range(len(self.layers)):
             x, q, k, v = backend.row_wise(self, index, self._between(index, backend), rows)
             own = zip(steps, q.split(counts), k.split(counts), v.split(counts), strict=True)
             parts = [step.attend(backend, index, own_q, own_k, own_v, scale) for step, own_q, own_k, own_v in own]
-            rows = [x, cos, sin, torch.cat(parts) if len(parts) > 1 else parts[0]]
+            rows = [x, cos, sin, joined(parts)]
         (x,) = backend.row_wise(self, len(self.layers), self._between(len(self.layers), backend), rows)
         hidden: Tensor = self.norm(x)
         return hidden
@@ -399,18 +368,6 @@ class Decoder(nn.Module):
         return [run]
 
     def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
-        """Run the last token of the prompt again, for its row. The arguments are those of `GenerativeModel.begin`."""
+        """Run the last token of the prompt again, for its row."""
         last = len(tokens) - 1
         return Begun(self.prefill(backend, backend.upload(tokens[last:]), last, prompt(last) if last else None, None))
-
-    @torch.inference_mode()
-    def logits(
-        self,
-        hidden: Tensor,
-        token_range: tuple[int, int] | None = None,
-        room: Callable[[int, int], Tensor] | None = None,
-    ) -> Tensor:
-        """Scores of the next token, not normalised. The contract is that of `GenerativeModel.logits`."""
-        first, end = token_range or (0, self.config.vocab_size)
-        weight = self.head_weight[first:end]
-        return torch.mm(hidden, weight.T, out=room(len(hidden), len(weight)) if room else None)

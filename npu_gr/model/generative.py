@@ -1,4 +1,4 @@
-"""The contract of a model that generates, and the nouns of a decode step. The engine knows no more of a model.
+"""A model that generates, and the nouns of a decode step. The engine knows no more of a model.
 
 A prompt's KV, kept in pages, is *shared KV*: all beams of a request read it. What a beam adds is *unshared KV*.
 
@@ -10,14 +10,15 @@ Source: shared and unshared KV: xGR (arXiv:2512.11529).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from npu_gr.backend.base import Backend, Slab
+from npu_gr.backend.base import Affine, Backend, Slab, accumulator
 from npu_gr.backend.calls import BeamCall
 from npu_gr.core.arrays import I64
 
@@ -89,14 +90,13 @@ class BeamStep:
         """
         own = self.unshared
         slab = own.write(layer, k, v)
-        return self._attention(backend)(BeamCall(q, self.shared(layer), slab, own.step + 1, own.ancestry, scale))
+        slots, ancestry = own.step + 1, own.ancestry
+        return backend.beam_attention(BeamCall(q, self.shared(layer), slab, slots, ancestry, scale, self.split))
 
     def read_prompt(self, backend: Backend, layer: int, q: Tensor, scale: float) -> Tensor:
         """Attend over the prompt alone: [rows, Hq, D] of q [rows, Hq, D]. The arguments are those of `attend`."""
-        return self._attention(backend)(BeamCall(q, self.shared(layer), self.unshared.slabs(layer), 0, None, scale))
-
-    def _attention(self, backend: Backend) -> Callable[[BeamCall], Tensor]:
-        return backend.beam_attention if self.split else backend.beam_attention_plain
+        slab = self.unshared.slabs(layer)
+        return backend.beam_attention(BeamCall(q, self.shared(layer), slab, 0, None, scale, self.split))
 
 
 class Begun(NamedTuple):
@@ -106,62 +106,67 @@ class Begun(NamedTuple):
     kv: Sequence[Slab] = ()  # as `BeamStep.begun`
 
 
-class GenerativeModel(Protocol):
-    """A model that generates. Every method that computes runs on a device thread."""
+class RMSNorm(nn.Module):
+    """Compute x / rms(x) * weight over the last dimension, statistics in fp32, result in the weight's dtype."""
 
-    is_divisible: bool  # a token's KV depends on it and the tokens before it alone, so a prompt's beginning can be kept
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        wide = x.to(accumulator(x.dtype))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(self.weight.dtype) * self.weight
+
+
+def whole(ops: Affine, x: Tensor, layer: nn.Linear) -> Tensor:
+    """All outputs [..., out] of a linear layer for x [..., in]."""
+    return ops.affine(x, layer, 0, layer.out_features, False)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts; those of a single one are not copied."""
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
+class GenerativeModel(nn.Module, ABC):
+    """A model that generates, and what every one has: embedding and head. What computes runs on a device thread."""
+
+    is_divisible: ClassVar[bool]  # a token's KV depends on it and those before it: a prompt's beginning can be kept
+    head: nn.Linear  # unless the head is tied
+
+    def __init__(self, vocab_size: int, dim: int, tied_head: bool) -> None:
+        """Make the embedding; `head` is left to the subclass, to stand behind its layers.
+
+        Args:
+            vocab_size: tokens.
+            dim: width of a row.
+            tied_head: the head is the token embedding.
+        """
+        super().__init__()
+        self.tied_head = tied_head
+        self.embedding = nn.Embedding(vocab_size, dim)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights, and of the KV."""
-        ...
-
-    @property
-    def kv_shape(self) -> KVShape:
-        """Of a prompt's KV, and of the beams' own."""
-        ...
+        found: torch.dtype = self.embedding.weight.dtype
+        return found
 
     @property
     def head_weight(self) -> Tensor:
         """[vocabulary, dim]: a row for each token's score."""
-        ...
+        weight: Tensor = self.embedding.weight if self.tied_head else self.head.weight
+        return weight
 
-    def longest_prompt(self, num_levels: int) -> int:
-        """Count the tokens that a prompt may have where semantic IDs of so many codes follow it."""
-        ...
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of tokens, wide: the residual stream of a half-precision model stays fp32."""
+        rows: Tensor = self.embedding(tokens)
+        return rows.to(accumulator(rows.dtype))
 
-    def encoding(
-        self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
-    ) -> Sequence[Callable[[], None]]:
-        """Divide the encoding of a prompt into pieces, each bounded, that run in this order. Computes nothing itself.
-
-        Args:
-            backend: the model's device.
-            tokens: [n] new tokens of the prompt, n >= 1; all of them where it is not divisible.
-            start: position of the first one = how many tokens `past` holds.
-            past: KV of the tokens before them; None where there are none.
-            sink: is handed every layer's keys and values of all new tokens.
-        """
-        ...
-
-    def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
-        """Read an encoded prompt to its end.
-
-        Args:
-            backend: the model's device.
-            tokens: [n] of the whole prompt, n >= 1.
-            prompt: gives the KV of its first tokens, as many as asked for.
-        """
-        ...
-
-    def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
-        """Run one step of all beams of some requests; write their keys and values into their slots.
-
-        Returns:
-            [rows of all steps, dim], step after step: what `logits` takes.
-        """
-        ...
-
+    @torch.inference_mode()
     def logits(
         self,
         hidden: Tensor,
@@ -178,4 +183,47 @@ class GenerativeModel(Protocol):
         Returns:
             [rows, tokens] in the weights' dtype.
         """
-        ...
+        first, end = token_range or (0, None)
+        weight = self.head_weight[first:end]
+        return torch.mm(hidden, weight.T, out=room(len(hidden), len(weight)) if room else None)
+
+    @property
+    @abstractmethod
+    def kv_shape(self) -> KVShape:
+        """Of a prompt's KV, and of the beams' own."""
+
+    @abstractmethod
+    def longest_prompt(self, num_levels: int) -> int:
+        """Count the tokens that a prompt may have where semantic IDs of so many codes follow it."""
+
+    @abstractmethod
+    def encoding(
+        self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
+    ) -> Sequence[Callable[[], None]]:
+        """Divide the encoding of a prompt into pieces, each bounded, that run in this order. Computes nothing itself.
+
+        Args:
+            backend: the model's device.
+            tokens: [n] new tokens of the prompt, n >= 1; all of them where it is not divisible.
+            start: position of the first one = how many tokens `past` holds.
+            past: KV of the tokens before them; None where there are none.
+            sink: is handed every layer's keys and values of all new tokens.
+        """
+
+    @abstractmethod
+    def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
+        """Read an encoded prompt to its end.
+
+        Args:
+            backend: the model's device.
+            tokens: [n] of the whole prompt, n >= 1.
+            prompt: gives the KV of its first tokens, as many as asked for.
+        """
+
+    @abstractmethod
+    def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
+        """Run one step of all beams of some requests; write their keys and values into their slots.
+
+        Returns:
+            [rows of all steps, dim], step after step: what `logits` takes.
+        """

@@ -30,8 +30,18 @@ from torch.nn.functional import gelu, relu, scaled_dot_product_attention, silu
 from npu_gr.backend.base import Affine, Backend, Slab, accumulator
 from npu_gr.core.arrays import I64
 from npu_gr.core.settings import Count, Positive
-from npu_gr.model.decoder import RMSNorm
-from npu_gr.model.generative import BeamStep, Begun, KVShape, LayerSlabs, Sink, UnsharedKV
+from npu_gr.model.generative import (
+    BeamStep,
+    Begun,
+    GenerativeModel,
+    KVShape,
+    LayerSlabs,
+    RMSNorm,
+    Sink,
+    UnsharedKV,
+    joined,
+    whole,
+)
 
 MAX_TOKENS = 4096  # of a prompt: a piece of the encoder holds scores of some hundred rows against all of them
 
@@ -99,10 +109,9 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 Answer = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v [rows, H, D] -> attention over the answer
 
 
-def _linear(ops: Affine, x: Tensor, layer: nn.Linear, num_heads: int = 0) -> Tensor:
-    """A linear layer of rows x [n, in]: [n, out], or cut into heads [n, num_heads, D]."""
-    y = ops.affine(x, layer, 0, layer.out_features, False)
-    heads: Tensor = y.unflatten(-1, (num_heads, -1)) if num_heads else y
+def _heads(ops: Affine, x: Tensor, layer: nn.Linear, num_heads: int) -> Tensor:
+    """A linear layer of rows x [n, in], cut into heads [n, num_heads, D]."""
+    heads: Tensor = whole(ops, x, layer).unflatten(-1, (num_heads, -1))
     return heads
 
 
@@ -122,23 +131,23 @@ class T5Layer(nn.Module):
 
     def project(self, x: Tensor, ops: Affine) -> tuple[Tensor, Tensor, Tensor]:
         """Project rows x [n, dim] to Q, K and V, each [n, H, D]."""
-        q, k, v = _linear(ops, self.norm_in(x), self.qkv, 3 * self.config.num_heads).chunk(3, dim=1)
+        q, k, v = _heads(ops, self.norm_in(x), self.qkv, 3 * self.config.num_heads).chunk(3, dim=1)
         return q, k, v
 
     def attended(self, x: Tensor, attention: Tensor, ops: Affine) -> Tensor:
         """Add an attention's output [n, H, D] to the rows x [n, dim]."""
-        return x + _linear(ops, attention.flatten(-2), self.out).to(x.dtype)
+        return x + whole(ops, attention.flatten(-2), self.out).to(x.dtype)
 
     def finish(self, x: Tensor, ops: Affine) -> Tensor:
         """Compute the next layer's rows [n, dim] from rows that have all attention in them."""
         act = ACTIVATIONS[self.config.activation]
-        wide = _linear(ops, self.norm_mlp(x), self.up)
+        wide = whole(ops, self.norm_mlp(x), self.up)
         if self.config.is_gated:
             gate, up = wide.chunk(2, dim=-1)
             wide = act(gate) * up
         else:
             wide = act(wide)
-        return x + _linear(ops, wide, self.down).to(x.dtype)
+        return x + whole(ops, wide, self.down).to(x.dtype)
 
 
 class T5DecoderLayer(T5Layer):
@@ -154,22 +163,21 @@ class T5DecoderLayer(T5Layer):
 
     def ask(self, x: Tensor, ops: Affine) -> Tensor:
         """Project rows x [n, dim] to the Q [n, H, D] that reads the prompt."""
-        return _linear(ops, self.norm_prompt(x), self.prompt_q, self.config.num_heads)
+        return _heads(ops, self.norm_prompt(x), self.prompt_q, self.config.num_heads)
 
     def told(self, x: Tensor, attention: Tensor, ops: Affine) -> Tensor:
         """Add what the prompt gave [n, H, D] to the rows x [n, dim]."""
-        return x + _linear(ops, attention.flatten(-2), self.prompt_out).to(x.dtype)
+        return x + whole(ops, attention.flatten(-2), self.prompt_out).to(x.dtype)
 
 
-class T5(nn.Module):
-    """The weights, the encoder and one decode step. The residual stream of a half-precision model stays fp32."""
+class T5(GenerativeModel):
+    """The weights, the encoder and one decode step."""
 
     is_divisible = False
 
     def __init__(self, config: T5Config) -> None:
-        super().__init__()
+        super().__init__(config.vocab_size, config.dim, config.tied_head)
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.encoder = nn.ModuleList(T5Layer(config) for _ in range(config.num_encoder_layers))
         self.encoder_bias = nn.Parameter(torch.zeros(config.num_buckets, config.num_heads))
         self.encoder_norm = RMSNorm(config.dim, config.norm_eps)
@@ -180,18 +188,8 @@ class T5(nn.Module):
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     @property
-    def dtype(self) -> torch.dtype:
-        found: torch.dtype = self.embedding.weight.dtype
-        return found
-
-    @property
     def kv_shape(self) -> KVShape:
         return KVShape(self.config.num_decoder_layers, self.config.num_heads, self.config.head_dim)
-
-    @property
-    def head_weight(self) -> Tensor:
-        weight: Tensor = self.embedding.weight if self.config.tied_head else self.head.weight
-        return weight
 
     def longest_prompt(self, num_levels: int) -> int:
         """Know no limit but ours: distances have no end."""
@@ -207,10 +205,6 @@ class T5(nn.Module):
         assert isinstance(layer, T5DecoderLayer)
         return layer
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        rows: Tensor = self.embedding(tokens)
-        return rows.to(accumulator(rows.dtype))
-
     def encoding(
         self, backend: Backend, tokens: I64, start: int, past: LayerSlabs | None, sink: Sink
     ) -> Sequence[Callable[[], None]]:
@@ -220,7 +214,7 @@ class T5(nn.Module):
 
     @torch.inference_mode()
     def begin(self, backend: Backend, tokens: I64, prompt: Callable[[int], LayerSlabs]) -> Begun:
-        """Run the start token behind the whole prompt. The arguments are those of `GenerativeModel.begin`."""
+        """Run the start token behind the whole prompt."""
         nothing = self.embedding.weight.new_zeros(1, 1, self.config.num_heads, self.config.head_dim)
         step = BeamStep(
             tokens=backend.upload(np.array([self.config.start_token])),
@@ -238,7 +232,6 @@ class T5(nn.Module):
 
     @torch.inference_mode()
     def decode(self, backend: Backend, steps: Sequence[BeamStep]) -> Tensor:
-        """Run one step of all beams of some requests. The contract is that of `GenerativeModel.decode`."""
         counts = [len(step.tokens) for step in steps]
         biases = [_answer_bias(self, backend, step.unshared.step) for step in steps]
 
@@ -249,7 +242,7 @@ class T5(nn.Module):
                 step.unshared.write(layer, own_k, own_v)
                 held = step.unshared.held(layer, len(own_q))
                 parts.append(answer_attention(own_q, step.begun[layer], held, bias))
-            return torch.cat(parts) if len(parts) > 1 else parts[0]
+            return joined(parts)
 
         return self._decoded(backend, steps, answer)
 
@@ -264,7 +257,7 @@ class T5(nn.Module):
             parts = [
                 step.read_prompt(backend, index, own_q, 1.0) for step, own_q in zip(steps, q.split(counts), strict=True)
             ]
-            rows = [x, torch.cat(parts) if len(parts) > 1 else parts[0]]
+            rows = [x, joined(parts)]
         (x,) = backend.row_wise(self, ("answer", len(self.decoder)), self._to_answer(len(self.decoder), backend), rows)
         hidden: Tensor = self.decoder_norm(x)
         return hidden * self.config.dim**-0.5 if self.config.scales_head else hidden
@@ -289,18 +282,6 @@ class T5(nn.Module):
             return x, layer.ask(x, ops)
 
         return work
-
-    @torch.inference_mode()
-    def logits(
-        self,
-        hidden: Tensor,
-        token_range: tuple[int, int] | None = None,
-        room: Callable[[int, int], Tensor] | None = None,
-    ) -> Tensor:
-        """Scores of the next token, not normalised. The contract is that of `GenerativeModel.logits`."""
-        first, end = token_range or (0, self.config.vocab_size)
-        weight = self.head_weight[first:end]
-        return torch.mm(hidden, weight.T, out=room(len(hidden), len(weight)) if room else None)
 
 
 def answer_attention(q: Tensor, begun: Slab, own: Slab, bias: Tensor) -> Tensor:
@@ -393,7 +374,7 @@ class _Encoding:
     def _tell(self, index: int) -> None:
         """Hand over the keys and values with which a layer of the decoder reads the prompt."""
         heads = self._model.config.num_heads
-        both = _linear(self._backend, self._hidden, self._model.decoder_layer(index).prompt_kv, 2 * heads)
+        both = _heads(self._backend, self._hidden, self._model.decoder_layer(index).prompt_kv, 2 * heads)
         self._sink(index, both[:, :heads], both[:, heads:])
 
 

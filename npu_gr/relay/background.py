@@ -20,6 +20,7 @@ from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.kv.prefix_pool import PrefixEntry
 from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.page_jobs import PageCopy
 from npu_gr.engine.queue import JobOrder, JobResult
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import Encoder, P
@@ -120,16 +121,8 @@ class Spills(Generic[P]):
 
     async def _copy(self, dram: DramStore, copy: DramEntry, entry: PrefixEntry, order_at: float) -> None:
         pool = self._tiers.pool
-        await self._engine.copy(
-            pool.arena,
-            entry.runs,
-            dram.arena,
-            copy.runs,
-            entry.num_tokens,
-            float("inf"),
-            JobOrder(order_at),
-            preemptible=True,
-        )
+        pages = PageCopy(pool.arena, entry.runs, dram.arena, copy.runs, entry.num_tokens)
+        await self._engine.copy(pages, float("inf"), JobOrder(order_at), preemptible=True)
         assert entry.timestamps is not None, "it was published"
         dram.commit(copy, entry.timestamps)
 

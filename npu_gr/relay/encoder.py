@@ -14,6 +14,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.page_jobs import PageCopy
 from npu_gr.engine.queue import JobOrder, JobResult
 
 
@@ -94,16 +95,7 @@ class Encoder(DeviceEstimates, Protocol[P_in]):
         ...
 
     async def copy(
-        self,
-        source: KVArena,
-        source_runs: Sequence[PageRun],
-        target: KVArena,
-        target_runs: Sequence[PageRun],
-        num_tokens: int,
-        deadline_at: float,
-        order: JobOrder | None = None,
-        *,
-        preemptible: bool = False,
+        self, pages: PageCopy, deadline_at: float, order: JobOrder | None = None, *, preemptible: bool = False
     ) -> None:
         """Copy a prefix between tiers; the contract is that of `PageJobs.copy`."""
         ...

@@ -32,6 +32,7 @@ from npu_gr.core.shares import Account
 from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.engine.kv.tier import ByUser, DramEntry, PrefixKey
 from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.page_jobs import PageCopy
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.background import BackgroundTasks
 from npu_gr.relay.encoder import Encoder, P
@@ -158,7 +159,9 @@ class PrefixFiller(Generic[P]):
         arena = self._tiers.pool.arena
         first = producer.encoded_tokens
         if base is not None and not first:
-            await self._engine.copy(arena, base.runs, arena, runs, base.num_tokens, deadline_at, producer.order)
+            await self._engine.copy(
+                PageCopy(arena, base.runs, arena, runs, base.num_tokens), deadline_at, producer.order
+            )
             first = base.num_tokens
         encoded_tokens = await self._engine.prefill(tokens, runs, deadline_at, producer.order, first)
         if encoded_tokens < len(tokens):
@@ -189,9 +192,8 @@ class PrefixFiller(Generic[P]):
             try:
                 dram.verify(copy)
                 runs = producer.entry.runs
-                await self._engine.copy(
-                    dram.arena, copy.runs, pool.arena, runs, copy.num_tokens, deadline_at, producer.order
-                )
+                pages = PageCopy(dram.arena, copy.runs, pool.arena, runs, copy.num_tokens)
+                await self._engine.copy(pages, deadline_at, producer.order)
                 dram.verify(copy)
             finally:
                 slots.release()

@@ -35,11 +35,6 @@ class ModelVocabulary:
     item_ids: I64  # [n] external ids
     action_values: tuple[float, ...]  # the value in the data of each action id
 
-    @classmethod
-    def of(cls, log: Interactions) -> ModelVocabulary:
-        """Every item of a log, and its distinct values, ascending: the trainer numbers actions so."""
-        return cls(item_ids=np.unique(log.items), action_values=tuple(np.unique(log.values).tolist()))
-
     def events(self, part: Interactions) -> Events:
         """Behaviours of one user.
 
@@ -51,13 +46,6 @@ class ModelVocabulary:
             return Events.make(part.items, [ids[value] for value in part.values.tolist()], part.timestamps)
         except KeyError as error:
             raise DataError(f"value {error} is none of the model's actions {self.action_values}") from error
-
-
-def users_of(log: Interactions) -> list[tuple[str, Interactions]]:
-    """Each user's name, and events in time order. Users come in the order of their codes."""
-    order = np.argsort(log.users, kind="stable")
-    parts = np.split(order, np.flatnonzero(np.diff(log.users[order])) + 1) if len(order) else []
-    return [(log.user_names[log.users[part[0]]], log[part]) for part in parts]
 
 
 def _shown(
@@ -81,12 +69,11 @@ def from_ratings(
     heldout: Interactions,
     vocabulary: ModelVocabulary,
     *,
-    before: Interactions | None = None,
     slice_events: int = 20,
     num_candidates: int = 100,
     seed: int = 0,
 ) -> list[QueryRecord]:
-    """Ranks, and after each the events that followed it, in time order.
+    """Ranks, and after each the events that followed it, in time order; the history store has what was before.
 
     A user's held-out events are cut into slices. Each slice becomes a rank whose candidates hold those items, and then
     the events themselves. Rating data have poor arrivals (in MovieLens half of the stamps repeat the one before), so
@@ -98,35 +85,23 @@ def from_ratings(
         slice_events: events of one request.
         num_candidates: of a rank; over `slice_events`.
         seed: of the drawn items and their order.
-        before: the users' earlier events, sent whole with every rank; None = the service's history store has them,
-            and the log carries events records that append to it.
     """
     random = np.random.default_rng(seed)
-    known = dict(users_of(before)) if before is not None else {}
     records = []
-    for user, part in users_of(heldout):
+    order = np.argsort(heldout.users, kind="stable")
+    for places in np.split(order, np.flatnonzero(np.diff(heldout.users[order])) + 1) if len(order) else []:
+        part = heldout[places]
+        user = part.user_names[part.users[0]]
         others = np.setdiff1d(vocabulary.item_ids, part.items)
-        history = vocabulary.events(known[user]) if user in known else Events.empty()
         for start in range(0, len(part), slice_events):
             next_ = part[start : start + slice_events]
             shown, labels = _shown(next_, others, num_candidates, random)
-            shown_at = int(next_.timestamps[0])
-            happened = vocabulary.events(next_)
+            at = int(next_.timestamps[0])
             records.append(
-                QueryRecord(
-                    ts=float(shown_at),
-                    kind=RANK.name,
-                    user_id=user,
-                    history=None if before is None else LoggedHistory.of(history),
-                    candidates=shown,
-                    timestamp=shown_at,
-                    labels=labels,
-                )
+                QueryRecord(ts=float(at), kind=RANK.name, user_id=user, candidates=shown, timestamp=at, labels=labels)
             )
-            history = history + happened
-            if before is None:
-                events = LoggedHistory.of(happened)
-                records.append(QueryRecord(ts=float(shown_at), kind=EVENTS.name, user_id=user, events=events))
+            events = LoggedHistory.of(vocabulary.events(next_))
+            records.append(QueryRecord(ts=float(at), kind=EVENTS.name, user_id=user, events=events))
     return sorted(records, key=attrgetter("ts"))
 
 

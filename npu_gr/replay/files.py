@@ -13,15 +13,15 @@ import heapq
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from importlib import import_module
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Literal, cast
 
 import msgspec
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import UserKey
+from npu_gr.core.lines import raw_lines, zstandard
 from npu_gr.core.private import make_private
 from npu_gr.replay import erased
 from npu_gr.replay.log import QueryRecord
@@ -31,7 +31,6 @@ MAX_NAMED = 10  # bad lines whose reasons are kept
 
 BadLines = Literal["fail", "skip"]
 
-_CHUNK_BYTES = 1 << 20
 _JSONL = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 
@@ -105,30 +104,6 @@ class QueryLog:
             self._reject(number + 1, error)
 
 
-def raw_lines(
-    path: Path, on_progress: Callable[[float], None] = lambda _ratio: None, suffix: str | None = None
-) -> Iterator[bytes]:
-    """Read the lines of a JSONL file, unpacked, without their ends; the last line may have none.
-
-    Args:
-        path: .jsonl, .jsonl.gz or .jsonl.zst.
-        on_progress: called with the share of the file's bytes that was read.
-        suffix: says how the file is packed, where its own suffix does not.
-
-    Raises:
-        OSError, EOFError, zlib.error: the file is damaged, or its end is missing; the lines before were read.
-    """
-    size = max(path.stat().st_size, 1)
-    with path.open("rb") as file:
-        rest = b""
-        for chunk in _unpacked(file, path, path.suffix if suffix is None else suffix):
-            on_progress(file.tell() / size)
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from lines
-        if rest:
-            yield rest
-
-
 def read(path: Path, bad_lines: BadLines = "fail") -> Iterator[QueryRecord]:
     """The records of a log in time order; `QueryLog` has the contract."""
     return iter(QueryLog(path, bad_lines))
@@ -188,42 +163,9 @@ def create(path: Path, suffix: str) -> IO[bytes]:
     if suffix == ".gz":
         return cast(IO[bytes], gzip.open(path, "wb", compresslevel=3))
     if suffix == ".zst":
-        opened: IO[bytes] = _zstandard(path).open(path, "wb")
+        opened: IO[bytes] = zstandard(path).open(path, "wb")
         return opened
     return path.open("wb")
-
-
-def _unpacked(file: IO[bytes], path: Path, suffix: str) -> Iterator[bytes]:
-    if suffix == ".zst":
-        yield from _unzstd(file, _zstandard(path))
-        return
-    source: Any = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
-    while chunk := source.read1(_CHUNK_BYTES):
-        yield chunk
-
-
-def _zstandard(path: Path) -> Any:
-    try:
-        return import_module("zstandard")
-    except ImportError as error:
-        raise DataError(f"{path}: zstd needs pip install 'npu_gr[zstd]'") from error
-
-
-def _unzstd(file: IO[bytes], zstandard: Any) -> Iterator[bytes]:
-    """Every frame of the file. The library's own reader stops silently where a frame is cut short."""
-    frame = None
-    while packed := file.read(_CHUNK_BYTES):
-        while packed:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            try:
-                yield frame.decompress(packed)
-            except zstandard.ZstdError as error:
-                raise OSError(str(error)) from error
-            packed = frame.unused_data
-            if frame.eof:
-                frame = None
-    if frame:
-        raise EOFError("the file ends inside a zstd frame")
 
 
 # ---- the recorder's files, one after the other: `<name>.part` is being written

@@ -15,17 +15,12 @@ counts from sending.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
-import logging
-import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
-from typing import Self
 
 import aiohttp
 import msgspec
@@ -34,115 +29,32 @@ from npu_gr.core.calling import calling_context, calling_headers, placing_header
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import SIGNAL, Routing
 from npu_gr.replay.log import RECORDED, QueryRecord
-from npu_gr.replay.plan import Action, user_of
-from npu_gr.replay.requests import HistoryMode, Sample, SentHistories, encode, read_answer
-
-log = logging.getLogger(__name__)
-
-_TFD_TIMER_ABSTIME = 1
-
-
-class Timer:
-    """The most precise timer of this platform for the running loop: `async with Timer() as timer`.
-
-    One task at a time may wait for it.
-    """
-
-    async def __aenter__(self) -> Self:
-        self._fired = asyncio.Event()
-        self._fd: int | None = None
-        if sys.platform == "linux":
-            self._fd = _create()
-            asyncio.get_running_loop().add_reader(self._fd, self._read)
-        else:
-            log.warning("no timerfd on %s: requests will leave up to some milliseconds late", sys.platform)
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        if self._fd is not None:
-            asyncio.get_running_loop().remove_reader(self._fd)
-            os.close(self._fd)
-
-    async def until(self, wake_at: float) -> None:
-        """Sleep until an instant of `time.monotonic()`. An instant that is over still lets the loop turn once."""
-        wait_s = wake_at - time.monotonic()
-        if wait_s <= 0 or self._fd is None:
-            await asyncio.sleep(wait_s)
-            return
-        self._fired.clear()
-        _set(self._fd, wake_at)
-        await self._fired.wait()
-
-    def _read(self) -> None:
-        assert self._fd is not None
-        try:
-            os.read(self._fd, 8)
-        except BlockingIOError:  # the timer was set again after it fired
-            return
-        self._fired.set()
-
-
-if sys.version_info >= (3, 13):
-
-    def _create() -> int:
-        return os.timerfd_create(time.CLOCK_MONOTONIC, flags=os.TFD_NONBLOCK | os.TFD_CLOEXEC)
-
-    def _set(fd: int, wake_at: float) -> None:
-        os.timerfd_settime(fd, flags=os.TFD_TIMER_ABSTIME, initial=wake_at)
-
-else:
-
-    class _TimeSpec(ctypes.Structure):
-        _fields_ = [("sec", ctypes.c_long), ("nsec", ctypes.c_long)]
-
-    class _ITimerSpec(ctypes.Structure):
-        _fields_ = [("interval", _TimeSpec), ("value", _TimeSpec)]
-
-    def _libc() -> ctypes.CDLL:
-        return ctypes.CDLL(None, use_errno=True)
-
-    def _create() -> int:
-        fd: int = _libc().timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
-        if fd < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create")
-        return fd
-
-    def _set(fd: int, wake_at: float) -> None:
-        sec = int(wake_at)
-        spec = _ITimerSpec(_TimeSpec(0, 0), _TimeSpec(sec, int((wake_at - sec) * 1e9)))
-        if _libc().timerfd_settime(fd, _TFD_TIMER_ABSTIME, ctypes.byref(spec), None):
-            raise OSError(ctypes.get_errno(), "timerfd_settime")
-
-
-# ---- the player
+from npu_gr.replay.plan import Action, ReplayOptions, user_of
+from npu_gr.replay.requests import Sample, SentHistories, encode, read_answer
 
 BATCH = 256  # actions that are read and encoded ahead, in a thread
 SWITCH_S = 1e-4  # that thread keeps the interpreter for so long at most, so the player is late by no more
 SETTLE_S = 0.1  # from the first batch to its first due time
 PATIENCE_S = 1.0  # the client waits so much longer than the deadline it sends
+_THREAD_S = 0.005  # the last part of a sleep, which is a thread's: an event loop's timers may be late by 1 ms
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayerOptions:
-    """Which service to send to, and how."""
-
-    url: str
-    deadline_ms: float = 1000.0  # for records that name none; sent along, and the client gives up `PATIENCE_S` later
-    api_key: str | None = None
-    closed: int | None = None  # requests in flight; None = open loop
-    histories: HistoryMode = "logged"
-
-
-async def soon() -> float:
-    """Begin as soon as the first requests are ready: the instant that is `SETTLE_S` from now."""
-    return time.monotonic() + SETTLE_S
+async def sleep_until(wake_at: float) -> None:
+    """Sleep until an instant of `time.monotonic()`. An instant that is over still lets the loop turn once."""
+    wait_s = wake_at - time.monotonic()
+    if wait_s <= 0:
+        await asyncio.sleep(0)
+        return
+    if wait_s > 2 * _THREAD_S:
+        await asyncio.sleep(wait_s - _THREAD_S)
+    await asyncio.to_thread(time.sleep, max(0.0, wake_at - time.monotonic()))
 
 
 async def play(
     actions: Iterable[Action],
-    options: PlayerOptions,
+    options: ReplayOptions,
     on_sample: Callable[[Sample], None],
-    begin: Callable[[], Awaitable[float]] = soon,
+    start_at: float | None = None,
 ) -> None:
     """Send everything; each request becomes a sample when it is over.
 
@@ -150,24 +62,25 @@ async def play(
         actions: read as they are needed, in a thread.
         options: the service, and how to send.
         on_sample: called on the event loop.
-        begin: asked once the first requests are encoded: the instant of `time.monotonic()` that due times count from.
+        start_at: instant of `time.monotonic()` that due times count from; None = `SETTLE_S` after the first requests
+            are encoded.
 
     Cancelling it stops sending and waits for nothing more.
     """
     headers = {"Content-Type": "application/json", **calling_headers(options.api_key)}
-    base_url = options.url.rstrip("/") + "/"  # a router may live under a path
+    base_url = options.base_url.rstrip("/") + "/"  # a router may live under a path
     connector = aiohttp.TCPConnector(limit=0, ssl=calling_context())
-    async with aiohttp.ClientSession(base_url, connector=connector, headers=headers) as http, Timer() as timer:
+    async with aiohttp.ClientSession(base_url, connector=connector, headers=headers) as http:
         player = _Player(http, options, on_sample)
         batches = _ahead(actions, player.body)
         try:
             with _undisturbed():
                 first: list[tuple[Action, bytes]] = await anext(batches, [])
-                player.start_at = await begin()
-                await timer.until(player.start_at)
-                await player.send_all(first, timer)
+                player.start_at = time.monotonic() + SETTLE_S if start_at is None else start_at
+                await sleep_until(player.start_at)
+                await player.send_all(first)
                 async for batch in batches:
-                    await player.send_all(batch, timer)
+                    await player.send_all(batch)
                 await player.finish()
         finally:
             await player.cancel()
@@ -176,7 +89,7 @@ async def play(
 
 class _Player:
     def __init__(
-        self, http: aiohttp.ClientSession, options: PlayerOptions, on_sample: Callable[[Sample], None]
+        self, http: aiohttp.ClientSession, options: ReplayOptions, on_sample: Callable[[Sample], None]
     ) -> None:
         self._http = http
         self._options = options
@@ -191,7 +104,7 @@ class _Player:
         """The body where it can be encoded ahead: a delta depends on the answers before it."""
         return encode(record) if self._options.histories == "logged" else b""
 
-    async def send_all(self, batch: list[tuple[Action, bytes]], timer: Timer) -> None:
+    async def send_all(self, batch: list[tuple[Action, bytes]]) -> None:
         """Start each request when it is due."""
         for action, body in batch:
             due_at = self.start_at + action.due_at
@@ -199,7 +112,7 @@ class _Player:
                 await self._slots.acquire()
                 due_at = time.monotonic()
             else:
-                await timer.until(due_at)  # a late player too must let its tasks send
+                await sleep_until(due_at)  # a late player too must let its tasks send
             self._start(action, body, due_at)
 
     def _start(self, action: Action, body: bytes, due_at: float) -> None:
@@ -249,7 +162,7 @@ class _Player:
                 due_at = free_at
         outgoing = self._histories.outgoing(record)
         body = body or encode(outgoing)
-        budget_ms = record.deadline_ms or self._options.deadline_ms
+        budget_ms = record.deadline_ms or self._options.timeout_s * 1e3
         lag_s = time.monotonic() - free_at
         content, error = await self._request(record, body, budget_ms)
         was_resent = error == "409" and outgoing is not record

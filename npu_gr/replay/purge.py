@@ -25,10 +25,11 @@ import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.history import UserKey
+from npu_gr.core.lines import raw_lines
 from npu_gr.core.private import open_private
 from npu_gr.replay import erased
 from npu_gr.replay.erased import ErasedUsers
-from npu_gr.replay.files import PART, PATTERN, create, raw_lines
+from npu_gr.replay.files import PART, PATTERN, create
 
 HELD = 3  # exit code: a file that is being written, or another purge, holds some
 _BESIDE = ".purge-"

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import os
@@ -184,7 +183,8 @@ class Recorder:
         self._offered_bytes = 0  # written by the event loop's thread only
         self._taken_bytes = 0  # written by the recorder's thread only
         self._num = {"written": 0, "dropped": 0, "failed": 0, "erased": 0}
-        self._erased: dict[bytes, float] = {}  # `_unnamed` user -> unix seconds of an erasure, the oldest first
+        # hash of a user, by this process alone -> unix seconds of an erasure, the oldest first; it must name nobody
+        self._erased: dict[int, float] = {}
         self._was_on = config.enabled
         self._wake = threading.Event()
         self._stopping = False
@@ -254,7 +254,7 @@ class Recorder:
             Unavailable: the list of erased users cannot be written; nothing that is on the disk is hidden.
         """
         at = time.time()
-        unnamed = _unnamed(user)
+        unnamed = hash(user)
         self._erased.pop(unnamed, None)
         self._erased[unnamed] = at
         while next(iter(self._erased.values())) < at - KEPT_S:
@@ -306,7 +306,7 @@ class Recorder:
             num_bytes, request = self._queue.popleft()
             result = "written"
             try:
-                if self._erased and request.arrived_at <= self._erased.get(_unnamed(request.user), 0.0):
+                if self._erased and request.arrived_at <= self._erased.get(hash(request.user), 0.0):
                     result = "erased"
                 else:
                     record = record_of(request, self._key, self._config.scores)
@@ -419,15 +419,6 @@ def _plain(value: Any) -> Any:
             return {name: _plain(part) for name, part in value.items()}
         case _:
             return value
-
-
-_SALT = os.urandom(16)
-
-
-def _unnamed(user: UserKey) -> bytes:
-    """A hash that only this process can compare: what remembers an erasure must not name the user."""
-    names = "\0".join((str(len(user.tenant)), *user)).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(names, digest_size=16, key=_SALT).digest()
 
 
 def _key(config: RecordConfig) -> bytes | None:

@@ -16,13 +16,11 @@ from rich.table import Column, Table
 
 from npu_gr import __version__
 from npu_gr.replay.log import RECORDED, SCORED
-from npu_gr.replay.tally import HITS, Latency, Slice, Tally
+from npu_gr.replay.tally import HITS, Latency, Tally
 
 PERCENTILES = (50, 95, 99, 99.9)
 LATE_S = 0.005  # a p99 send-lag over this says that the load generator, not the service, was slow
 CDF_POINTS = 200
-BIN_ANSWERS = 100  # of a stretch of time that has a P99
-MAX_BINS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,6 @@ class Report:
     num_bad_lines: int = 0
     cdf: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # kind -> (ms, share)
     slices: list[dict[str, Any]] = field(default_factory=list)  # the run by time
-    bins: list[dict[str, Any]] = field(default_factory=list)  # by stretches with enough answers for percentiles
     points: list[tuple[float, float, str]] = field(default_factory=list)  # of a sample: due at s, ms, outcome
 
     @property
@@ -116,33 +113,43 @@ class Report:
             of_ranks = f"{self.hit_ratio(outcome):.1%}" if outcome else ""
             latency.add_row(row.name, str(row.count), of_ranks, *(f"{value:.2f}" for value in row.ms.values()))
         summary = Table(show_header=False, title="Replay, interrupted" if self.interrupted else "Replay")
-        share = self.attainment_ratio if self.num_ranks else 0.0
-        goodput = f"{self.goodput_per_s:.1f} ranks/s within {self.slo_s * 1e3:g} ms"
-        summary.add_row("goodput", f"{goodput}, of {self.offered_per_s:.1f} offered")
-        summary.add_row("SLO attainment", f"{share:.2%} of {self.num_ranks} ranks in {self.duration_s:.1f} s")
-        summary.add_row("history tokens from cached KV", f"{self.prefix_tokens_ratio:.1%}")
-        for name, counts in (("not a hit because", self.reasons), ("errors", self.errors)):
-            summary.add_row(name, ", ".join(f"{key} {count}" for key, count in counts.items()) or "none")
-        summary.add_row("stages, P50 ms", ", ".join(f"{k} {v:.2f}" for k, v in self.stages_p50_ms.items()))
-        late = "  THE LOAD GENERATOR WAS LATE" if self.was_late else ""
-        summary.add_row("send-lag ms", ", ".join(f"{k} {v:.2f}" for k, v in self.lag_ms.items()) + late)
-        for task, value in self.auc.items():
-            summary.add_row(f"AUC {task}", f"{value:.4f}")
-        for task, value in self.ndcg_at_10.items():
-            summary.add_row(f"NDCG@10 {task}", f"{value:.4f} over {self.num_labelled[task]} ranks")
-        for name, text in self._rare():
+        for name, text in self.facts():
             summary.add_row(name, text)
         return Group(latency, summary)
 
-    def _rare(self) -> Iterable[tuple[str, str]]:
+    def facts(self) -> list[tuple[str, str]]:
+        """What a reader should know beside latencies, each with its name."""
+        goodput = f"{self.goodput_per_s:.1f} ranks/s within {self.slo_s * 1e3:g} ms"
+        share = self.attainment_ratio if self.num_ranks else 0.0
+        late = "  THE LOAD GENERATOR WAS LATE" if self.was_late else ""
+        found = [
+            ("goodput", f"{goodput}, of {self.offered_per_s:.1f} offered"),
+            ("SLO attainment", f"{share:.2%} of {self.num_ranks} ranks in {self.duration_s:.1f} s"),
+            ("history tokens from cached KV", f"{self.prefix_tokens_ratio:.1%}"),
+            ("not a hit because", _said(self.reasons)),
+            ("errors", _said(self.errors)),
+            ("stages, P50 ms", _said(self.stages_p50_ms)),
+            ("send-lag ms", _said(self.lag_ms) + late),
+            ("sent", f"{self.sent_bytes / 1e6:.2f} MB of bodies"),
+            ("model versions", _said(self.model_versions)),
+        ]
+        found += [(f"AUC {task}", f"{value:.4f}") for task, value in self.auc.items()]
+        for task, value in self.ndcg_at_10.items():
+            found.append((f"NDCG@10 {task}", f"{value:.4f} over {self.num_labelled[task]} ranks"))
         if self.logged_digests:
-            yield "answers against the log", ", ".join(f"{k} {v}" for k, v in self.logged_digests.items())
+            found.append(("answers against the log", _said(self.logged_digests)))
         if self.num_resent:
-            yield "deltas sent again, whole", str(self.num_resent)
+            found.append(("deltas sent again, whole", str(self.num_resent)))
         if self.num_warmup:
-            yield "warm-up requests, not counted", str(self.num_warmup)
+            found.append(("warm-up requests, not counted", str(self.num_warmup)))
         if self.num_bad_lines:
-            yield f"{self.num_bad_lines} bad lines skipped", "\n".join(self.bad_lines)
+            found.append((f"{self.num_bad_lines} bad lines skipped", "\n".join(self.bad_lines)))
+        return [*found, ("settings", _said({k: v for k, v in self.settings.items() if v is not None}))]
+
+
+def _said(values: dict[str, Any]) -> str:
+    said = (f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in values.items())
+    return ", ".join(said) or "none"
 
 
 def summarise(
@@ -194,7 +201,6 @@ def summarise(
         num_bad_lines=num_bad_lines,
         cdf={name: _cdf(tally.latencies[name]) for name in names},
         slices=_slices(tally),
-        bins=_bins(tally),
         points=[(round(p.due_at, 3), round(p.latency_s * 1e3, 3), p.outcome) for p in tally.scatter.points()],
     )
 
@@ -220,42 +226,13 @@ def _slices(tally: Tally) -> list[dict[str, Any]]:
             "at_s": index * width_s,
             "offered_per_s": part.num_due / width_s,
             "goodput_per_s": part.num_good / width_s,
+            "num_answered": len(part.latency),
             "p50_ms": part.latency.percentile_s(50) * 1e3,
             "p99_ms": part.latency.percentile_s(99) * 1e3,
             "outcomes": _sorted(part.outcomes),
         }
         for index, part in enumerate(tally.slices.slices)
         if part.num_due
-    ]
-
-
-def _bins(tally: Tally) -> list[dict[str, Any]]:
-    """Join slices until each stretch has `BIN_ANSWERS` answers; a rest that has fewer belongs to the one before."""
-    width_s = tally.slices.width_s
-    slices = tally.slices.slices
-    least = max(BIN_ANSWERS, -(-sum(len(part.latency) for part in slices) // MAX_BINS))
-    bins: list[tuple[int, int, Slice]] = []  # first slice, the one behind the last, and their sum
-    start, total = 0, Slice()
-    for end, part in enumerate(slices, 1):
-        total.merge(part)
-        if len(total.latency) >= least:
-            bins.append((start, end, total))
-            start, total = end, Slice()
-    if total.num_due and bins:
-        bins[-1][2].merge(total)
-        bins[-1] = (bins[-1][0], len(slices), bins[-1][2])
-    elif total.num_due:
-        bins.append((start, len(slices), total))
-    return [
-        {
-            "from_s": first * width_s,
-            "to_s": end * width_s,
-            "num_answered": len(part.latency),
-            "p50_ms": part.latency.percentile_s(50) * 1e3,
-            "p99_ms": part.latency.percentile_s(99) * 1e3,
-            "outcomes": _sorted(part.outcomes),
-        }
-        for first, end, part in bins
     ]
 
 
@@ -299,18 +276,9 @@ class Study:
         """Tables for a terminal: one run has tables of its own, of several each is a row."""
         if len(self.runs) == 1:
             return self.runs[0].render()
-        columns = (
-            "offered/s",
-            "goodput/s",
-            "within SLO",
-            "P50 ms",
-            "P99 ms",
-            "hits",
-            "cached tokens",
-            "send-lag P99 ms",
-        )
-        run_column = Column("run", no_wrap=True)
-        table = Table(run_column, *columns, box=box.SIMPLE, title=f"ranks within {self.runs[0].slo_s * 1e3:g} ms")
+        run_column = Column(COLUMNS[0], no_wrap=True)
+        title = f"ranks within {self.runs[0].slo_s * 1e3:g} ms"
+        table = Table(run_column, *COLUMNS[1:], box=box.SIMPLE, title=title)
         for run in self.runs:
             table.add_row(*row(run))
         return table
@@ -325,8 +293,14 @@ def arrivals(settings: dict[str, Any]) -> str:
     return f"log x {settings['speed']:g}"
 
 
+COLUMNS = (
+    *("run", "offered/s", "goodput/s", "within SLO", "P50 ms", "P99 ms", "hits", "cached tokens"),
+    "send-lag P99 ms",
+)
+
+
 def row(run: Report) -> list[str]:
-    """A run's line in the table of several."""
+    """A run's line in the table of several, whose columns are `COLUMNS`."""
     return [
         arrivals(run.settings) + (", interrupted" if run.interrupted else ""),
         f"{run.offered_per_s:.1f}",

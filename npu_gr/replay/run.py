@@ -18,7 +18,7 @@ from npu_gr.replay.compare import AnswerFile
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.plan import Action, ReplayOptions, plan
-from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.player import play
 from npu_gr.replay.report import Report, summarise
 from npu_gr.replay.requests import Sample
 from npu_gr.replay.tally import Tally
@@ -108,14 +108,6 @@ class _Run:
         Raises:
             DataError: the log cannot be read, see `QueryLog`.
         """
-        options = self._options
-        target = PlayerOptions(
-            url=options.base_url,
-            deadline_ms=options.timeout_s * 1e3,
-            api_key=options.api_key,
-            closed=options.closed,
-            histories=options.histories,
-        )
         async with contextlib.AsyncExitStack() as stack:
             note: Callable[[Sample], None] = lambda _sample: None  # noqa: E731
             if answers is not None:
@@ -126,7 +118,7 @@ class _Run:
                 self.tally.add(sample)
                 note(sample)
 
-            await play(self._actions(), target, over)
+            await play(self._actions(), self._options, over)
 
     def _actions(self) -> Iterator[Action]:
         for action in plan(self._log, self._options):

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
-import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -26,13 +24,13 @@ import grpc
 import msgspec
 
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.kinds import KINDS, Routing
+from npu_gr.core.kinds import Routing
 from npu_gr.core.lifetime import running
 from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.route import external_processor_pb2 as pb
 from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig, joined
 from npu_gr.route.fan_out import Way
-from npu_gr.route.placement import Member, Place, Ring, Signals, bound, place
+from npu_gr.route.placement import BY_USER, Member, Ring, Signals, bound, order, routing_of
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +46,6 @@ MOST_BODY_BYTES = 4 << 20  # of a request whose body names its user
 MOST_STREAMS = 1_000  # of one connection
 MOST_REQUESTS = 10_000  # at once, of all connections
 _HOLDS_BODY = (pb.BUFFERED, pb.FULL_DUPLEX_STREAMED)  # modes in which the choice may wait for the whole body
-_BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
-_ROUTES = [
-    (kind.method, re.compile(re.sub("{[^}]*}", "[^/?]+", path)), kind.routing)
-    for kind in KINDS.values()
-    for path in kind.paths
-]
 
 
 class UserInBody(msgspec.Struct, frozen=True):
@@ -115,29 +107,19 @@ class EndpointTable:
         # A gateway that names its pods knows better than the picker which of them are ready.
         allowed = {name for name, at in self.endpoints.items() if subset is None or at in subset}
         able = (allowed & self.ready) or allowed
-        if routing not in _BY_USER or not user:
-            two = random.sample(sorted(able), min(2, len(able)))
-            return sorted(two, key=self.in_flight.__getitem__)[: 1 + (routing is Routing.FOLLOW)]
         now_at = time.monotonic()
-        if routing is Routing.SIGNAL:
-            chosen = place(self._ring, user, able.__contains__, has_room=self._has_room if self._factor else None)
-            if chosen is not None:
-                self.signals.remember(user, chosen.name, now_at)
-            return _names(chosen)
-        chosen = place(self._ring, user, able.__contains__, self.signals.find(user, now_at))
-        if chosen is None or routing is not Routing.FOLLOW:
-            return _names(chosen)
-        return [chosen.name, *_names(place(self._ring, user, (able - {chosen.name}).__contains__))]
+        signalled = self.signals.find(user, now_at)
+        has_room = self._has_room if self._factor else None
+        chosen = order(self._ring, routing, user, able, self.in_flight.__getitem__, signalled, has_room)
+        if routing is Routing.SIGNAL and user and chosen:
+            self.signals.remember(user, chosen[0], now_at)
+        return chosen[: 1 + (routing is Routing.FOLLOW)]
 
     def _has_room(self, name: str) -> bool:
         weights = {one.name: one.weight for one in self._instances.values() if one.name in self.ready}
         total = sum(self.in_flight[one] for one in weights)
         most = bound(total, weights.get(name, 0.0), sum(weights.values()) or 1.0, self._factor)
         return self.in_flight[name] < most
-
-
-def _names(chosen: Place | None) -> list[str]:
-    return [] if chosen is None else [chosen.name]
 
 
 class Pick:
@@ -188,11 +170,11 @@ class Pick:
         given = _headers_of(request.request_headers.headers)
         path = given.get(":path", b"").decode("latin-1").partition("?")[0]
         method = given.get(":method", b"").decode("latin-1")
-        self._routing = next((how for on, at, how in _ROUTES if on == method and at.fullmatch(path)), None)
+        self._routing = routing_of(method, path)
         if self._routing is Routing.EVERYWHERE:
             raise Refused(501, "send this to the router's own address, which passes it to every instance")
         self._user = unquote_to_bytes(given.get(self._fleet.user_header, b""))
-        wants_body = self._routing in _BY_USER and not self._user and given.get("x-npugr-service") != b"normal"
+        wants_body = self._routing in BY_USER and not self._user and given.get("x-npugr-service") != b"normal"
         if wants_body and self._mode in _HOLDS_BODY and not request.request_headers.end_of_stream:
             self._body = []
             return [pb.ProcessingResponse(request_headers=pb.HeadersResponse())] if self._mode == pb.BUFFERED else []

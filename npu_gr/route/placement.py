@@ -14,15 +14,25 @@ the pair. That the spill is decided once, at signal time, is our reading.
 from __future__ import annotations
 
 import math
+import random
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
 
+from npu_gr.core.kinds import KINDS, Routing
+
 POINTS = 256  # of a member of weight 1; with so many, equal members own equal shares within about 6 %
+BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
+_ROUTES = [
+    (kind.method, re.compile(re.sub("{[^}]*}", "[^/?]+", path)), kind.routing)
+    for kind in KINDS.values()
+    for path in kind.paths
+]
 
 
 class Member(NamedTuple):
@@ -163,3 +173,43 @@ def bound(total: int, weight: float, total_weight: float, factor: float) -> int:
         How many requests the member may hold.
     """
     return math.ceil(factor * (total + 1) * weight / total_weight)
+
+
+def routing_of(method: str, path: str) -> Routing | None:
+    """Return how a request is placed; None: any instance answers it.
+
+    Args:
+        method: of HTTP.
+        path: without the query.
+    """
+    return next((routing for on, at, routing in _ROUTES if on == method and at.fullmatch(path)), None)
+
+
+def order(
+    ring: Ring,
+    routing: Routing | None,
+    user: bytes,
+    able: Collection[str],
+    in_flight: Callable[[str], int],
+    signalled: str | None = None,
+    has_room: Callable[[str], bool] | None = None,
+) -> list[str]:
+    """Order the instances for a request: the chosen one, then those that take it if the ones before do not.
+
+    Args:
+        ring: of the instances.
+        routing: of the request's kind; None = any instance answers it.
+        user: the value of the user header; empty = nobody's request, which goes to the less loaded of two.
+        able: instances that take requests now.
+        in_flight: requests that an instance has.
+        signalled: the instance of the user's signal; a signal itself chooses anew.
+        has_room: of a signal, whether an instance is under its bounded load; None = loads are not bounded.
+    """
+    if routing not in BY_USER or not user:
+        names = random.sample(sorted(able), len(able))
+        return sorted(names[:2], key=in_flight) + names[2:]
+    is_signal = routing is Routing.SIGNAL
+    first = place(ring, user, able.__contains__, None if is_signal else signalled, has_room if is_signal else None)
+    if first is None:
+        return []
+    return [first.name, *(name for name in ring.walk(user) if name != first.name and name in able)]

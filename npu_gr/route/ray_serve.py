@@ -1,11 +1,10 @@
 """Instances as Ray Serve replicas, one a device, for users who run Ray and want its placement and autoscaling.
 
-Ray's ConsistentHashRouter, keyed by the user header, brings signal and rank of a user to one replica. A replica serves
-HTTP as `npu-gr serve` does, on a Unix socket of its own. Ray's proxy in Python costs milliseconds a request. Where that
-matters, let Ray only place the instances, and put `npu-gr route` or Envoy in front of them.
+Ray's proxies choose the replica with our placement (`npu_gr.route.ray_router`). A replica serves HTTP as `npu-gr serve`
+does, on a Unix socket of its own, and passes an erasure on to every replica. Ray's proxy in Python costs milliseconds a
+request; where that matters, let Ray only place the instances, and put `npu-gr route` in front of them.
 
-Needs the extra `ray`. The environment variable RAY_SERVE_SESSION_ID_HEADER_KEY must name the user header on every node;
-`deploy` sets it for a cluster that it starts itself.
+Needs the extra `ray` on every node.
 """
 
 from __future__ import annotations
@@ -25,9 +24,13 @@ import aiohttp
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from npu_gr.core.errors import ConfigError
-from npu_gr.core.kinds import RANK
+from npu_gr.core.errors import ConfigError, NpuGrError
+from npu_gr.core.kinds import RANK, Routing
+from npu_gr.core.logs import random_id
+from npu_gr.route.fan_out import Answered, Change, verdict
+from npu_gr.route.placement import routing_of
 from npu_gr.server.auth.rules import Address
+from npu_gr.server.http import from_error
 from npu_gr.server.run import listen_at, make_runner
 from npu_gr.service.config import Config
 
@@ -40,9 +43,13 @@ log = logging.getLogger(__name__)
 USER_HEADER = "x-user-id"
 QUEUE_DEPTH = "queue_depth"  # names of the statistics that a replica reports to Ray
 LATE_RATIO = "late_ratio"
-_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+MAX_REMEMBERED = 1_000_000  # signals, by each of Ray's proxies
+EVERYWHERE_S = 10.0  # for an erasure at every replica
+_NAME = "npu_gr"  # of the application, and of its one deployment
+_ROUTER = "npu_gr.route.ray_router.PlacementRouter"  # imported in Ray's proxies
 _FORWARDED = (
-    *("content-type", "accept", "authorization", "traceparent", USER_HEADER, "x-request-id"),
+    *("content-type", "content-encoding", "accept", "authorization", "traceparent", USER_HEADER, "x-request-id"),
+    "idempotency-key",
     *("host", "origin", "sec-fetch-site"),
     *("x-request-timeout-ms", "grpc-timeout"),
 )
@@ -130,15 +137,42 @@ class RayReplica:
         return http
 
     async def __call__(self, request: Request) -> Response:
-        """Forward the request to the instance, and answer as it does."""
+        """Answer as the instance does, or for an erasure as all instances together."""
         from starlette.responses import Response
 
         headers = {name: value for name in _FORWARDED if (value := request.headers.get(name)) is not None}
         target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        async with self._http.request(request.method, target, data=await request.body(), headers=headers) as answer:
+        change = Change(request.method, target, headers, await request.body())
+        if routing_of(request.method, request.url.path) is Routing.EVERYWHERE:
+            made = await self._everywhere(change)
+            return Response(made.body, made.status, dict(made.headers))
+        async with self._ask(change) as answer:
             given = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
             given["X-NpuGr-Instance"] = str(os.getpid())
             return Response(await answer.read(), answer.status, given)
+
+    def _ask(self, change: Change) -> Any:
+        return self._http.request(change.method, change.target, data=change.body, headers=change.headers)
+
+    async def do(self, change: Change) -> tuple[str, Answered]:
+        """Do at this instance what every replica is told, and say which one it is."""
+        async with self._ask(change) as answer:
+            return str(os.getpid()), Answered(answer.status, await answer.text())
+
+    async def _everywhere(self, change: Change) -> web.Response:
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            told = serve.get_deployment_handle(_NAME, _NAME).broadcast("do", change)
+            answers = dict(await told.results_async(timeout_s=EVERYWHERE_S))
+        except (RayError, RayServeException, TimeoutError) as error:
+            answers = {"a replica": Answered(0, str(error))}
+        try:
+            return verdict(change, answers)
+        except NpuGrError as error:
+            return from_error(error, change.headers.get("x-request-id", random_id(128)))
 
     def check_health(self) -> None:
         """Tell Ray whether the instance accepts work.
@@ -193,13 +227,18 @@ def application(config: Config, options: RayOptions) -> Any:
         count = {"autoscaling_config": AutoscalingConfig(**limits, policy=policy)}
     deployment = serve.deployment(
         RayReplica,
-        name="npu_gr",
+        name=_NAME,
         max_ongoing_requests=config.admission.max_inflight,
         ray_actor_options=resources,
         graceful_shutdown_wait_loop_s=config.server.drain_grace_s,
         graceful_shutdown_timeout_s=config.server.shutdown_timeout_s,
         request_router_config=RequestRouterConfig(
-            request_router_class=_ROUTER, request_router_kwargs={"num_virtual_nodes": 256, "num_fallback_replicas": 1}
+            request_router_class=_ROUTER,
+            request_router_kwargs={
+                "user_header": USER_HEADER,
+                "t_life_s": config.relay.t_life_s,
+                "max_remembered": MAX_REMEMBERED,
+            },
         ),
         **count,
     )
@@ -217,7 +256,6 @@ def deploy(config: Config, options: RayOptions, until: threading.Event | None = 
     Raises:
         ConfigError: Ray is not installed.
     """
-    os.environ.setdefault("RAY_SERVE_SESSION_ID_HEADER_KEY", USER_HEADER)  # read when ray is imported
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -246,7 +284,7 @@ def deploy(config: Config, options: RayOptions, until: threading.Event | None = 
         )
     try:
         serve.start(http_options=HTTPOptions(host=options.host, port=options.port))
-        serve.run(application(config, options), route_prefix="/", name="npu_gr")
+        serve.run(application(config, options), route_prefix="/", name=_NAME)
         log.info("%d instances behind Ray Serve on %s:%d", options.num_instances, options.host, options.port)
         stop.wait()
     finally:

@@ -16,15 +16,14 @@ from npu_gr.core.secret import redacted
 from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
-from npu_gr.metrics.slo import SLOT_S, Counts, Share
-from npu_gr.metrics.status import Goodput, ModelStatus, Served, SlowRequest, StatusReport, TierStatus, Timeline
+from npu_gr.metrics.slo import Counts, Share
+from npu_gr.metrics.status import Goodput, ModelStatus, Served, SlowRequest, StatusReport, TierStatus
 from npu_gr.server.access_log import AccessLine, NewestRequests
 from npu_gr.server.debug.stacks import Profiler, own_stacks
 from npu_gr.server.service_protocol import ServiceProtocol
 
 RECENT_S = 900.0  # the slowest requests are those of the last quarter of an hour
 NUM_SLOW = 10
-NUM_SLOTS = 60  # of a timeline: ten minutes
 LINKS = {
     "metrics": "/metrics",
     "configuration": "/debug/config",
@@ -123,7 +122,6 @@ def _goodput(kind: str, metrics: Metrics, newest: NewestRequests) -> Goodput:
     total = metrics.requests.rolling[kind].total
     over = {name: metrics.requests.over(kind, window_s) for name, window_s in WINDOWS_S.items()}
     p50_s, p99_s = newest.percentiles_s(kind) or (None, None)
-    intervals = metrics.requests.intervals(kind, NUM_SLOTS)
     return Goodput(
         kind=kind,
         threshold_s=objective.threshold_s,
@@ -136,12 +134,6 @@ def _goodput(kind: str, metrics: Metrics, newest: NewestRequests) -> Goodput:
         per_s=metrics.requests.good_per_s(kind),
         p50_s=p50_s,
         p99_s=p99_s,
-        timeline=Timeline(
-            slot_s=SLOT_S,
-            good=[one.counts.good for one in intervals],
-            bad=[one.counts.slow + one.counts.failed for one in intervals],
-            p99_s=[one.p99_s for one in intervals],
-        ),
     )
 
 

@@ -105,7 +105,7 @@ async def opened(config: Config, read: Callable[[], Config] | None = None) -> As
             store = GuardedStore(opened, config.features, metrics.store)
             stack.push_async_callback(store.close)
             await check_store(opened, versions, config)
-            metrics.store.observe(store)
+            metrics.store.observe(store.kind, {"reads": store.reads, "writes": store.writes}, store.health)
         of_users = None
         if config.features.source is not None:
             source = await asyncio.to_thread(open_source, config.features.source)

@@ -1,8 +1,7 @@
 """The device of a simulated instance: the engine and the queue that serve, over passes that take virtual time.
 
-No tensors: how long a pass takes comes from the profile of the device. `VirtualScheduler` stands for
-`engine.scheduler.Scheduler`, with the order and the batches of `engine.queue.JobQueue`; the relay sees
-`SimulatedEngine` as an `Encoder`, like `RankEngine` and `GenerateEngine`.
+No tensors: how long a pass takes comes from the profile of the device. `VirtualStreams` stand for the device threads
+under the `Scheduler` that serves; the relay sees `SimulatedEngine` as an `Encoder`, like `RankEngine`.
 """
 
 from __future__ import annotations
@@ -10,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import random
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
-from npu_gr.core.kinds import RANK
+from npu_gr.core.errors import DeadlineExceeded
+from npu_gr.engine.device_threads import LATE, Ended, Streams, finish
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.page_jobs import PassCosts, chunks
-from npu_gr.engine.queue import Demand, Job, JobOrder, JobQueue, JobResult, JobStep, SchedulerConfig
+from npu_gr.engine.page_jobs import PageCopy, PassCosts, chunks
+from npu_gr.engine.queue import Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.simulate.config import DeviceProfile
 
 FASTEST = 0.1  # of the time by the cost model: noise makes no pass faster than that
@@ -34,6 +34,11 @@ class RankWork(NamedTuple):
     new_tokens: int
     cached_tokens: int
     num_candidates: int
+
+    @property
+    def demand(self) -> Demand:
+        """How much it adds to its pass."""
+        return Demand(self.new_tokens, self.num_candidates)
 
 
 class PassTimes:
@@ -56,126 +61,49 @@ class PassTimes:
         return seconds * max(1 + self._source.choice(late.ratios), FASTEST)
 
 
-class PassResult(NamedTuple):
-    """What a job learns when its last step has run."""
-
-    took_s: float  # of that pass, on the device
-    batch_size: int  # jobs in that pass; 0 = the job was cut before its next step began
-
-
-class VirtualScheduler:
-    """The queue and its passes on the virtual clock. Make it inside the virtual loop.
+class VirtualStreams(Streams):
+    """Passes that take virtual time and compute nothing. Make them inside the virtual loop.
 
     The work of a job is a `RankWork`, or the seconds that its pass takes (a chunk of a prefill, or a copy).
     """
 
     def __init__(self, config: SchedulerConfig, times: PassTimes) -> None:
-        self.config = config
-        self.busy_s = 0.0  # time on the device so far, all streams together
+        loop = asyncio.get_running_loop()
+        super().__init__(config, loop.time)
+        self._loop: asyncio.AbstractEventLoop = loop
         self._times = times
-        self._loop = asyncio.get_running_loop()
-        self._queue = JobQueue(config)
-        self._idle_streams = config.streams
+        self._idle = list(range(config.streams))
         self._is_timer_set = False
-        self._ends_at: list[float] = []  # of the passes that run, by estimate
 
-    def wait_s(self, objective_s: float) -> float:
-        """Forecast how long a request that comes now would wait for the device, as `Scheduler.wait_s` does."""
-        now_at = self._loop.time()
-        running_s = 0.0 if self._idle_streams else max(0.0, min(self._ends_at) - now_at)
-        return running_s + self._queue.ahead_s(now_at + objective_s) / self.config.streams
-
-    @property
-    def pressure(self) -> float:
-        """Waiting work in objectives of its requests, a stream; as `Scheduler.pressure`."""
-        return self._queue.pressure / self.config.streams
-
-    def weigh(self, tenant_weights: Mapping[str, float]) -> None:
-        """Set the weights of tenants, as `Scheduler.weigh` does."""
-        self._queue.weights = tenant_weights
-
-    async def submit(self, job: Job) -> PassResult:
-        """Put a job into the queue and wait until its last step has run.
-
-        Raises:
-            Overloaded: the queue is full, or the job made room for another one.
-            DeadlineExceeded: the deadline of the job passed while it waited.
-        """
-        future: asyncio.Future[PassResult] = self._loop.create_future()
-        job.tag = future
-        shed = self._queue.put(job, self._loop.time())
-        if shed is not None:
-            _fail(shed, Overloaded("dropped to make room for a request"))
-        self._begin_passes()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if not self._queue.withdraw(job) and job.tag is not None:
-                # its pass runs: the submitter holds its pages until the pass has ended
-                ended = job.tag = self._loop.create_future()
-                await ended
-            raise
-
-    def hasten(self, job: Job, order_at: float) -> None:
-        """Move a job forward in the queue."""
-        self._queue.hasten(job, order_at)
-
-    def cut(self, job: Job) -> None:
-        """End a job after the step that runs; at once if none does."""
-        if self._queue.withdraw(job):
-            _finish(job, PassResult(0.0, 0))
-
-    def _begin_passes(self) -> None:
-        while self._idle_streams and len(self._queue):
-            taken = self._queue.take(self._loop.time())
-            for job in taken.expired:
-                _fail(job, DeadlineExceeded("the deadline passed while waiting for the device"))
+    def _submitted(self) -> None:
+        while self._idle and len(self.queue):
+            taken = self.queue.take(self._clock())
+            self._deliver([(job, DeadlineExceeded(LATE)) for job in taken.expired])
             if not taken.jobs:
                 if taken.wait_s is not None and not self._is_timer_set:
                     self._is_timer_set = True
-                    self._loop.call_later(taken.wait_s, self._timer_fired)
+                    self._loop.call_later(taken.wait_s, self._waited)
                 return
-            took_s = self._draw_s(taken.jobs)
-            expected_s = sum(job.estimate_s for job in taken.jobs)
-            self._idle_streams -= 1
-            ends_at = self._loop.time() + expected_s * self._queue.slowdown.value
-            self._ends_at.append(ends_at)
-            self._loop.call_later(took_s, self._end_pass, taken.jobs, took_s, expected_s, ends_at)
+            stream = self._idle.pop()
+            begun = self._begin(stream, taken.jobs)
+            self._loop.call_later(self._draw_s(taken.jobs), self._pass_ended, stream, taken.jobs, *begun)
 
-    def _timer_fired(self) -> None:
+    def _waited(self) -> None:
         self._is_timer_set = False
-        self._begin_passes()
+        self._submitted()
 
     def _draw_s(self, jobs: Sequence[Job]) -> float:
         works = [job.work for job in jobs]
         return self._times.of_ranks(works) if isinstance(works[0], RankWork) else float(works[0])
 
-    def _end_pass(self, jobs: list[Job], took_s: float, expected_s: float, ends_at: float) -> None:
-        self._idle_streams += 1
-        self._ends_at.remove(ends_at)
-        self._queue.slowdown.observe(expected_s, took_s)
-        self.busy_s += took_s
-        for job in jobs:
-            if not self._queue.put_next_step(job, self._loop.time()):
-                _finish(job, PassResult(took_s, len(jobs)))
-        self._begin_passes()
+    def _pass_ended(self, stream: int, jobs: list[Job], began_at: float, expected_s: float) -> None:
+        self._idle.append(stream)
+        self._deliver(self._end(stream, jobs, [None] * len(jobs), began_at, expected_s))
+        self._submitted()
 
-
-def run_nothing(_: Sequence[Any]) -> Sequence[Any]:
-    """The `run` of every simulated job: no pass computes anything."""
-    raise AssertionError("a simulated job has no work")
-
-
-def _finish(job: Job, result: PassResult) -> None:
-    future, job.tag = job.tag, None
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(job: Job, error: NpuGrError) -> None:
-    future, job.tag = job.tag, None
-    if not future.done():
-        future.set_exception(error)
+    def _deliver(self, ended: list[Ended]) -> None:
+        if ended:
+            self._loop.call_soon(finish, ended)  # no other thread, and no socket to wake
 
 
 class SimulatedPrefix:
@@ -214,16 +142,14 @@ class SimulatedPrefix:
 
 
 class SimulatedEngine(PassCosts):
-    """Prefills, copies and ranks as jobs of a virtual scheduler; its methods have the contracts of `RankEngine`'s."""
+    """Prefills, copies and ranks as jobs on the virtual clock; its methods have the contracts of `RankEngine`'s."""
 
-    def __init__(
-        self, profile: DeviceProfile, scheduler: VirtualScheduler, times: PassTimes, objective_s: float
-    ) -> None:
+    def __init__(self, profile: DeviceProfile, scheduler: Scheduler, times: PassTimes, objective_s: float) -> None:
         """Nothing runs yet.
 
         Args:
             profile: of the device.
-            scheduler: runs the passes.
+            scheduler: of `VirtualStreams`.
             times: draws how long a chunk or a copy takes.
             objective_s: of a rank; its place in the queue.
         """
@@ -234,7 +160,6 @@ class SimulatedEngine(PassCosts):
         self._copy_host_s = profile.copy_host_s
         self._scheduler = scheduler
         self._times = times
-        self._loop = asyncio.get_running_loop()
 
     async def prefill(
         self,
@@ -248,42 +173,21 @@ class SimulatedEngine(PassCosts):
         parts = list(chunks(first_token, len(tokens), self._scheduler.config.prefill_chunk_tokens))
         estimates_s = [self.cost.pass_s(stop - start, start, 0) for start, stop in parts]
         steps = [JobStep(self._times.noisy(seconds), seconds) for seconds in estimates_s]
-        job = _job(steps, deadline_at, order, preemptible=True)
-        if order.is_cancelled_at_step:
-            return first_token
-
-        def changed() -> None:
-            if order.is_cancelled_at_step:
-                self._scheduler.cut(job)
-            else:
-                self._scheduler.hasten(job, order.order_at)
-
-        with order.applied(changed):
-            await self._scheduler.submit(job)
-        return parts[job.ran - 1][1] if job.ran else first_token
+        done = await self._scheduler.sequence(steps, deadline_at, order, preemptible=True)
+        return parts[done.steps - 1][1] if done.steps else first_token
 
     async def copy(
-        self,
-        source: KVArena,
-        source_runs: Sequence[PageRun],
-        target: KVArena,
-        target_runs: Sequence[PageRun],
-        num_tokens: int,
-        deadline_at: float,
-        order: JobOrder | None = None,
-        *,
-        preemptible: bool = False,
+        self, pages: PageCopy, deadline_at: float, order: JobOrder | None = None, *, preemptible: bool = False
     ) -> None:
         """Occupy the device for the bytes over the bandwidth, and the fixed part of a copy."""
-        seconds = self._copy_host_s + target.layout.bytes(num_tokens) / self.copy_bytes_per_s
+        seconds = self._copy_host_s + pages.num_bytes / self.copy_bytes_per_s
+        steps = [JobStep(self._times.noisy(seconds), 0.0)]
         order = JobOrder(deadline_at) if order is None else order
-        job = _job([JobStep(self._times.noisy(seconds), 0.0)], deadline_at, order, preemptible)
-        with order.applied(lambda: self._scheduler.hasten(job, order.order_at)):
-            await self._scheduler.submit(job)
+        await self._scheduler.sequence(steps, deadline_at, order, preemptible=preemptible)
 
     def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
         """Overwrite pages; takes no time here."""
-        future: asyncio.Future[JobResult[None]] = self._loop.create_future()
+        future: asyncio.Future[JobResult[None]] = asyncio.get_running_loop().create_future()
         future.set_result(JobResult(None, 0.0, 0.0, 1))
         return future
 
@@ -297,34 +201,20 @@ class SimulatedEngine(PassCosts):
             tenant: of the request.
         """
         expected_s = self.cost.pass_s(*work)
-        job = Job(
-            run=run_nothing,
-            work=work,
-            kind=RANK.name,
-            shares=True,
-            demand=Demand(work.new_tokens, work.num_candidates),
-            deadline_at=deadline_at,
-            order_at=arrived_at + self.objective_s,
-            arrived_at=arrived_at,
+        done = await self._scheduler.batch(
+            work,
+            run_nothing,
+            deadline_at,
             objective_s=self.objective_s,
+            arrived_at=arrived_at,
             tenant=tenant,
             estimate_s=expected_s,
         )
-        took_s, batch_size = await self._scheduler.submit(job)
-        if not work.cached_tokens and batch_size == 1:
-            self.observe_pass(expected_s, took_s)
-        return took_s
+        if not work.cached_tokens and done.batch_size == 1:
+            self.observe_pass(expected_s, done.device_s)
+        return done.device_s
 
 
-def _job(steps: Sequence[JobStep], deadline_at: float, order: JobOrder, preemptible: bool) -> Job:
-    """Make a job of steps whose work is how long each takes."""
-    return Job(
-        run=run_nothing,
-        work=steps[0].work,
-        estimate_s=steps[0].estimate_s,
-        rest=steps[1:],
-        deadline_at=deadline_at,
-        order_at=order.order_at,
-        arrived_at=order.arrived_at,
-        preemptible=preemptible,
-    )
+def run_nothing(_: Sequence[Any]) -> Sequence[Any]:
+    """The `run` of every simulated rank: no pass computes anything."""
+    raise AssertionError("a simulated job has no work")

@@ -26,7 +26,7 @@ from npu_gr.core.request import Outcome
 from npu_gr.engine.cost import fit_passes
 from npu_gr.replay.log import QueryRecord, count
 from npu_gr.replay.plan import ReplayOptions, plan
-from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.player import play
 from npu_gr.replay.requests import Sample
 from npu_gr.simulate.config import DeviceProfile, Lateness, Lognormal, UsersConfig
 from npu_gr.simulate.users import TrafficRequest
@@ -199,8 +199,7 @@ async def measure(records: Iterable[QueryRecord], options: ReplayOptions) -> tup
             )
         )
 
-    target = PlayerOptions(url=options.base_url, deadline_ms=options.timeout_s * 1e3, api_key=options.api_key)
-    await play(plan(records, options), target, answered)
+    await play(plan(records, options), options, answered)
     await asyncio.sleep(0)
     return ranks, signals_s
 

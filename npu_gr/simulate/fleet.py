@@ -159,7 +159,7 @@ class Fleet:
         result = self.result
         result.counted_s = max(ended_at - self._config.warmup_s, 0.0)
         streams = self._config.scheduler.streams
-        busy = [one.scheduler.busy_s / max(result.counted_s, 1e-9) / streams for one in self.instances.values()]
+        busy = [one.busy_s / max(result.counted_s, 1e-9) / streams for one in self.instances.values()]
         result.busy_ratio = sum(busy) / len(busy)
         result.busiest_ratio = max(busy)
         result.num_produced = sum(one.num_produced for one in self.instances.values())

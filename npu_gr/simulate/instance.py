@@ -19,11 +19,12 @@ from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.engine.kv.pages import KVLayout
 from npu_gr.engine.kv.tiers import open_tiers
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
 from npu_gr.relay.relay import Relay
 from npu_gr.server.admission.controller import AdmissionController, Permit
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
-from npu_gr.simulate.device import PassTimes, RankWork, SimulatedEngine, SimulatedPrefix, VirtualScheduler
+from npu_gr.simulate.device import PassTimes, RankWork, SimulatedEngine, SimulatedPrefix, VirtualStreams
 from npu_gr.simulate.users import TrafficRequest
 
 _PRODUCING = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD)
@@ -49,7 +50,9 @@ class SimulatedInstance:
         self._source = random.Random(f"{config.seed} {name}")  # noqa: S311  (simulated)
         clock = self._loop.time
         times = PassTimes(profile, self._source)
-        self.scheduler = VirtualScheduler(config.scheduler, times)
+        self.scheduler = Scheduler(config.scheduler, streams=VirtualStreams(config.scheduler, times))
+        self.scheduler.on_worked = self._worked
+        self.busy_s = 0.0  # time on the device so far, all streams together
         self.scheduler.weigh(config.admission.tenant_weights)
         self.engine = SimulatedEngine(profile, self.scheduler, times, config.slo_s)
         self.tiers = open_tiers(
@@ -92,7 +95,8 @@ class SimulatedInstance:
         self.relay.on_first_use = first_use
 
     def start(self) -> None:
-        """Begin to observe the load, if brown-out is enabled."""
+        """Begin to run passes, and to observe the load if brown-out is enabled."""
+        self.scheduler.start()
         if self._config.brownout.enabled:
             self._observing = self._loop.create_task(self._observe_load())
 
@@ -113,7 +117,10 @@ class SimulatedInstance:
         self.num_produced = 0
         self.num_first_used = 0
         self.num_dram_hits = 0
-        self.scheduler.busy_s = 0.0
+        self.busy_s = 0.0
+
+    def _worked(self, _kind: str, seconds: float) -> None:
+        self.busy_s += seconds
 
     # ---- requests
 

@@ -23,10 +23,11 @@ import msgspec
 from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError
 from npu_gr.core.history import UserKey
+from npu_gr.core.lines import raw_lines
 from npu_gr.features.store import HistoryConfig, key_bytes
 from npu_gr.replay import erased
 from npu_gr.replay.erased import names_of, read_key
-from npu_gr.replay.files import PART, PATTERN, raw_lines
+from npu_gr.replay.files import PART, PATTERN
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.access_log import hash_of, read_key_file
 from npu_gr.service.config import Config

@@ -30,8 +30,8 @@ class Recorder:
     def graph_pool_handle(self) -> int:
         return 0
 
-    def synchronize(self) -> None:
-        self.calls.append(("synchronize device", self.current))
+    def set_device(self, device: torch.device) -> None:
+        assert device is self.device
 
     def current_stream(self) -> Any:
         return _Stream(self, self.current)
@@ -54,8 +54,8 @@ class _Stream:
     def __init__(self, recorder: Recorder, name: str) -> None:
         self._recorder, self.name = recorder, name
 
-    def wait_stream(self, other: _Stream) -> None:
-        self._recorder.calls.append((f"{self.name} waits for {other.name}", self._recorder.current))
+    def wait_event(self, event: _Event) -> None:
+        self._recorder.calls.append((f"{self.name} waits for {event.on}", self._recorder.current))
 
     def synchronize(self) -> None:
         self._recorder.calls.append((f"host waits for {self.name}", self._recorder.current))
@@ -66,6 +66,7 @@ class _Event:
         self._recorder = recorder
 
     def record(self, stream: _Stream) -> None:
+        self.on = stream.name
         self._recorder.calls.append((f"event on {stream.name}", self._recorder.current))
 
     def synchronize(self) -> None:
@@ -82,11 +83,13 @@ def test_a_copy_goes_beside_the_computing_and_behind_what_it_reads() -> None:
         backend.synchronize()
     wait()
     assert cuda.calls == [
-        ("synchronize device", "default"),  # the weights are there before a thread computes
+        ("event on default", "default"),
+        ("stream 2 waits for default", "default"),  # the weights are there before a thread computes
         ("compute", "stream 2"),
+        ("event on stream 2", "stream 2"),
         ("stream 1 waits for stream 2", "stream 2"),
         ("copy", "stream 1"),
-        ("event on stream 1", "stream 1"),
+        ("event on stream 1", "stream 2"),
         ("host waits for stream 2", "stream 2"),
         ("host waits for the event", "default"),
     ]

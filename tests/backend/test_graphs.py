@@ -126,6 +126,7 @@ def test_what_cannot_be_captured_runs_without_and_is_counted(
             x = torch.full((3,), value)
             (got,) = backend.row_wise(owner, what, lambda x: (x * x,), [x])
             assert torch.equal(got, x * x)
+    assert backend._graphs is not None
     assert list(backend._graphs._of[owner].values()) == [None, None]
     assert fell == ["graphs", "graphs"]
     assert len([line for line in caplog.messages if line.startswith("graphs: ")]) == 1

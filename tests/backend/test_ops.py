@@ -126,7 +126,7 @@ def test_causal_softmax(
     assert close(backend.causal_attention(*_on(backend, args)), REFERENCE.causal_attention(*args))
 
 
-@pytest.mark.parametrize("op", ["beam_attention", "beam_attention_plain"])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "joint"])
 @pytest.mark.parametrize("dtype", SOFTMAX_TOLERANCE, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
 @settings(deadline=None, derandomize=True, max_examples=25)
@@ -139,7 +139,7 @@ def test_causal_softmax(
 )
 def test_beams(
     backend: Backend,
-    op: str,
+    is_split: bool,
     dtype: torch.dtype,
     group: int,
     data: st.DataObject,
@@ -160,8 +160,8 @@ def test_beams(
         ancestry = torch.randint(0, width, (slots, rows), generator=torch.Generator().manual_seed(seed))
     q = kv(seed + 2, rows, HEADS * group)[0].to(dtype)
     shared = slabs(k, v, data.draw(st.lists(st.integers(1, 12), max_size=4)))
-    call = BeamCall(q, shared, (own_k, own_v), num_slots, ancestry, sharpness)
-    got = getattr(backend, op)(_on(backend, call))
+    call = BeamCall(q, shared, (own_k, own_v), num_slots, ancestry, sharpness, is_split)
+    got = backend.beam_attention(_on(backend, call))
     want = REFERENCE.beam_attention(_as(call, torch.float64))
     assert got.shape == want.shape
     assert got.dtype == dtype
@@ -169,14 +169,14 @@ def test_beams(
     assert float((got.cpu().double() - want).abs().max()) <= limit
 
 
-@pytest.mark.parametrize("op", ["beam_attention", "beam_attention_plain"])
+@pytest.mark.parametrize("is_split", [True, False], ids=["split", "joint"])
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
-def test_scores_far_from_zero_stay_finite(backend: Backend, op: str, offset: float) -> None:
+def test_scores_far_from_zero_stay_finite(backend: Backend, is_split: bool, offset: float) -> None:
     """Each stage alone underflows or overflows; relative to the common maximum the far one has no weight."""
     q = torch.ones(5, HEADS, 1)
     shared = [(torch.zeros(9, HEADS, 1), torch.full((9, HEADS, 1), 3.0))]
     own = torch.full((5, 1, HEADS, 1), offset), torch.full((5, 1, HEADS, 1), 7.0)
-    got = getattr(backend, op)(_on(backend, BeamCall(q, shared, own, 1, None, 1.0))).cpu()
+    got = backend.beam_attention(_on(backend, BeamCall(q, shared, own, 1, None, 1.0, is_split))).cpu()
     assert torch.equal(got, torch.full((5, HEADS, 1), 7.0 if offset > 0 else 3.0))
 
 
@@ -185,8 +185,9 @@ def test_softmax_in_half_precision_sums_in_fp32(backend: Backend) -> None:
     q, shared = torch.zeros(5, HEADS, 4), [(torch.zeros(299, HEADS, 4), torch.ones(299, HEADS, 4))]
     own = torch.zeros(5, 1, HEADS, 4), torch.full((5, 1, HEADS, 4), 302.0)
     call = _on(backend, BeamCall(q, shared, own, 1, None, 1.0))
-    for op in (backend.beam_attention, backend.beam_attention_plain):
-        assert torch.equal(op(_as(call, torch.bfloat16)).cpu(), torch.full((5, HEADS, 4), 2.0, dtype=torch.bfloat16))
+    for is_split in (True, False):
+        got = backend.beam_attention(_as(call, torch.bfloat16)._replace(is_split=is_split))
+        assert torch.equal(got.cpu(), torch.full((5, HEADS, 4), 2.0, dtype=torch.bfloat16))
 
 
 def _as(args: Any, dtype: torch.dtype) -> Any:

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from npu_gr.catalogue.filters import allow_items
 from npu_gr.catalogue.records import Items
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.catalogue.versions import Catalogue, CatalogueStatus, Snapshot, add, make_snapshot, restore, withdraw
+from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, restore, withdraw
 from npu_gr.core.errors import CatalogueError, DataError, Unavailable
+from npu_gr.core.served import CatalogueInfo
 
 BOOKS = Codebooks.stacked([3, 4])
 Row = tuple[int, tuple[int, ...], float, str]  # item id, SID, order score, kind
@@ -162,7 +163,7 @@ def test_publish_rollback_and_status() -> None:
     old, new = make_snapshot(as_items(THREE), BOOKS), make_snapshot(as_items(THREE[:1]), BOOKS)
     catalogue.publish(old)
     now[0] = 15.0
-    assert catalogue.status() == CatalogueStatus(
+    assert catalogue.status() == CatalogueInfo(
         version=old.version, num_items=3, num_bytes=old.num_bytes, age_s=5.0, previous=None
     )
     with pytest.raises(DataError, match="no earlier version"):
@@ -170,7 +171,7 @@ def test_publish_rollback_and_status() -> None:
     catalogue.publish(new)
     now[0] = 16.0
     catalogue.publish(make_snapshot(as_items(THREE[:1]), BOOKS))  # the same again: nothing to serve anew
-    assert catalogue.status() == CatalogueStatus(
+    assert catalogue.status() == CatalogueInfo(
         version=new.version, num_items=1, num_bytes=new.num_bytes, age_s=1.0, previous=old.version
     )
     catalogue.rollback()

@@ -107,7 +107,7 @@ async def test_one_that_ends_the_process_leaves_no_other_job_of_its_pass_without
 
     jobs[1].tag.add_done_callback(leave)
     with pytest.raises(SystemExit):
-        device_threads._finish([(job, JobResult(None, 0.0, 0.0)) for job in jobs])
+        device_threads.finish([(job, JobResult(None, 0.0, 0.0)) for job in jobs])
     assert jobs[0].tag.done()
     await asyncio.sleep(0)
     assert all(job.tag.done() and job.has_ended for job in jobs)

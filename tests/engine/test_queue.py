@@ -274,7 +274,7 @@ def test_tenants_with_as_much_each_go_by_when_they_are_due() -> None:
 def test_a_share_of_the_queue_is_by_weight() -> None:
     def first(weights: dict[str, float]) -> str:
         q = queue(max_batch_requests=1)
-        q.weights = weights
+        q.shares.weights = weights
         for at, name in ((1.0, "a"), (1.1, "a"), (2.0, "b"), (2.1, "b")):
             q.put(job(at, tenant=name), 0.0)
         return q.take(0.0).jobs[0].tenant

@@ -102,7 +102,7 @@ async def test_deadline_order_and_batches() -> None:
 
 async def test_what_is_submitted_in_one_turn_of_the_event_loop_shares_a_pass() -> None:
     async with running(max_batch_requests=4, aging_s=99) as (scheduler, device):
-        await until(lambda: bool(scheduler._threads._idle))
+        await until(lambda: bool(scheduler._streams._idle))  # type: ignore[attr-defined]
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(scheduler.batch(Work("a"), device.run, FAR))]
         loop.call_soon(time.sleep, 0.02)  # a long turn: a thread that is woken now would run "a" alone

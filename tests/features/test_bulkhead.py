@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.errors import StoreFailed, StoreFault, Unprocessable
-from npu_gr.core.history import Events, UserKey, Write, Written
+from npu_gr.core.history import Events, StoreHealth, UserKey, Write, Written
 from npu_gr.core.secret import SecretUrl
 from npu_gr.features.bulkhead import NEWEST, GuardedStore, StoreBreaker
 from npu_gr.features.open import open_store
-from npu_gr.features.store import HistoryConfig, StoredHistory, StoreHealth
+from npu_gr.features.store import HistoryConfig, StoredHistory
 from tests.fault_proxy import FaultProxy
 from tests.features.redis_server import redis_path
 from tests.models import events
@@ -332,7 +332,7 @@ async def test_failures_are_logged_with_their_cause_but_not_each(caplog: pytest.
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
         "append: the history store cannot be written: database or disk is full",
-        "append: the history store cannot be written: database or disk is full (and 17 more before)",
+        "append: the history store cannot be written: database or disk is full (and 17 more before it)",
     ]
     assert seen.calls == {("append", "disk_full"): 19}
     await guard.close()

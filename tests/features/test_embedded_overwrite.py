@@ -165,7 +165,7 @@ from tests.features.test_embedded_overwrite import *
 async def work():
     store = store_in(Path({folder!r}))
     known = await filled(store, 100, 5)
-    store._overwrites.run = lambda _: False
+    store._group._overwrites.run = lambda _: False
     for name in list(known)[::5]:
         await store.erase(UserKey("t", name))
     os.kill(os.getpid(), 9)

@@ -19,9 +19,10 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import from_table
+from npu_gr.core.tls import TlsFiles
 from npu_gr.features.open import open_store
 from npu_gr.features.redis import is_in_clear
-from npu_gr.features.store import HistoryConfig, RedisTlsConfig
+from npu_gr.features.store import HistoryConfig
 from tests.certificates import Authority, Pair
 from tests.models import events
 
@@ -65,7 +66,7 @@ def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def config(port: int, **tls: Any) -> HistoryConfig:
-    files = RedisTlsConfig(**{name: str(path) for name, path in tls.items()})
+    files = TlsFiles(**{name: str(path) for name, path in tls.items()})
     return HistoryConfig(kind="redis", url=SecretUrl(f"rediss://127.0.0.1:{port}/0"), timeout_s=10.0, tls=files)
 
 

@@ -15,9 +15,10 @@ import pytest
 
 from npu_gr.core.errors import ConfigError, DataError, Unavailable
 from npu_gr.core.history import UserKey
+from npu_gr.core.lines import raw_lines
 from npu_gr.replay import erased, files, purge
 from npu_gr.replay.erased import KEY_FILE, made_key, recorded_as
-from npu_gr.replay.files import QueryLog, raw_lines, read, write
+from npu_gr.replay.files import QueryLog, read, write
 from npu_gr.replay.recorder import RecordConfig, Recorder
 from tests.replay.test_recorder import over
 

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zstandard
 
+from npu_gr.core import lines
 from npu_gr.core.errors import DataError
-from npu_gr.replay import files
 from npu_gr.replay.files import QueryLog, read, write
 from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions, plan
@@ -180,6 +180,6 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
     def absent(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(files, "import_module", absent)
+    monkeypatch.setattr(lines, "import_module", absent)
     with pytest.raises(DataError, match=r"npu_gr\[zstd\]"):
         write(tmp_path / "log.jsonl.zst", RECORDS)

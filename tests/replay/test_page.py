@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.replay.page import Axis, lines, page
-from npu_gr.replay.report import BIN_ANSWERS, Report, Study, summarise
+from npu_gr.replay.page import SLICE_ANSWERS, page, svg
+from npu_gr.replay.report import Report, Study, summarise
 from npu_gr.replay.tally import MAX_POINTS, Tally
 from tests.replay.test_report import sample
 
@@ -24,7 +24,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)")
 
 OUTCOMES = ("hbm_hit", "joined", "dram_hit", "miss_full")
-PLOTS = ("Goodput against offered load", "Latency over time", "Latency, cumulative", "Outcomes", "Hit ratios")
+PLOTS = ("Goodput against offered load", "Latency over time", "Latency, cumulative", "Outcomes")
 
 
 def run(rate: float, seed: int = 0) -> Report:
@@ -76,14 +76,14 @@ def test_the_page_is_well_formed_and_loads_nothing(text: str) -> None:
 
 
 def test_the_same_figures_are_the_same_bytes_and_nothing_in_a_name_is_markup() -> None:
-    drawn = [lines({"a <b> & $x$": [(1.0, 2.0), (2.0, 3.0)]}, Axis("x"), Axis("y")) for _ in range(2)]
+    drawn = [svg(lambda axes: axes.plot([1, 2], [2, 3], label="a <b> & $x$"), "x", "y") for _ in range(2)]
     assert drawn[0] == drawn[1]
     assert "a &lt;b&gt; &amp; $x$" in drawn[0]
 
 
 def test_without_matplotlib_a_plot_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "npu_gr[plot]" in lines({"a": [(1.0, 2.0)]}, Axis("x"), Axis("y"))
+    assert "npu_gr[plot]" in svg(lambda axes: axes.plot([1, 2], [2, 3]), "x", "y")
 
 
 def goodput(study: Study) -> str:
@@ -94,15 +94,10 @@ def test_one_run_is_a_point_in_the_cloud_of_its_slices_and_runs_are_a_line() -> 
     one = run(100.0)
     alone = goodput(Study(runs=[one]))
     assert ">the run<" in alone
-    assert ">slices of 0.25 s<" in alone
+    assert ">slices of its time<" in alone
     several = goodput(Study(runs=[one, run(50.0, 1)]))
     assert ">runs<" in several
     assert "slices" not in several
-
-
-def test_what_never_was_is_said_and_not_drawn() -> None:
-    drawn = lines({"reserved": [(0.0, 0.0), (1.0, 0.0)]}, Axis("s"), Axis("bytes"))
-    assert ">reserved: 0<" in drawn
 
 
 def latency(run: Report) -> str:
@@ -115,21 +110,19 @@ def test_latency_over_time_is_points_under_a_band_where_answers_are_enough_for_i
     outcomes = len({outcome for _, _, outcome in one.points})
     assert drawn.count("<use ") >= len(one.points) + outcomes
     assert len(one.points) == MAX_POINTS
-    assert 10 <= len(one.bins) <= 15
-    assert [part["from_s"] for part in one.bins][1:] == [part["to_s"] for part in one.bins][:-1]
-    assert all(part["num_answered"] >= BIN_ANSWERS for part in one.bins)
-    answered = one.latencies[0].count
-    assert sum(part["num_answered"] for part in one.bins) == answered
-    for part in one.bins:
+    assert sum(part["num_answered"] for part in one.slices) == one.latencies[0].count
+    enough = [part for part in one.slices if part["num_answered"] >= SLICE_ANSWERS]
+    assert not enough  # in a slice of 0.25 s
+    assert "P50 to P99" not in drawn
+    for name in (*OUTCOMES, "error"):
+        assert f">{name}<" in drawn
+    dense = run(1000.0)
+    enough = [part for part in dense.slices if part["num_answered"] >= SLICE_ANSWERS]
+    assert len(enough) == 6
+    for part in enough:
         assert part["p50_ms"] == pytest.approx(18.3, rel=0.3)
         assert part["p99_ms"] > 1.5 * part["p50_ms"]
-    for name in (*OUTCOMES, "error", "P50 to P99 of at least 100 answers"):
-        assert f">{name}<" in drawn
-    tally = Tally(0.05)
-    for i in range(BIN_ANSWERS - 1):
-        tally.add(sample(due_at=i * 0.3))
-    few = summarise(tally, one.settings)
-    assert (len(few.bins), "P50 to P99" in latency(few)) == (1, False)
+    assert ">P50 to P99 of at least 100 answers<" in latency(dense)
 
 
 def test_one_run_and_nothing_answered_make_a_page_too() -> None:
@@ -186,9 +179,9 @@ def test_a_browser_draws_every_plot_with_its_words_inside_and_apart(tmp_path: Pa
     found: dict[str, Any] = json.loads(unescape(shown.split('<pre id="probe">')[1].split("</pre>")[0]))
     assert found["title"] == "A <title> & more"
     assert (found["loads"], found["wider"]) == (0, False)
-    assert len(found["svgs"]) == 1 + 3 * 4
-    for svg in found["svgs"]:
-        assert svg["width"] > 300
-        assert svg["height"] > 100
-        assert (svg["outside"], svg["overlaps"]) == ([], [])
-        assert svg["shapes"] >= 1
+    assert len(found["svgs"]) == 1 + 3 * 3
+    for plot in found["svgs"]:
+        assert plot["width"] > 300
+        assert plot["height"] > 100
+        assert (plot["outside"], plot["overlaps"]) == ([], [])
+        assert plot["shapes"] >= 1

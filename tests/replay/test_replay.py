@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.replay.files import write
 from npu_gr.replay.log import LoggedAnswer, LoggedGenerate, LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions, plan
-from npu_gr.replay.player import PlayerOptions, play
+from npu_gr.replay.player import play
 from npu_gr.replay.requests import Sample
 from npu_gr.replay.run import replay, stop_on_interrupt
 from tests.replay.fake import Fake, ranked, service
@@ -36,19 +35,9 @@ def events(ts: float, user: str = "a") -> QueryRecord:
 
 async def played(log: list[QueryRecord], url: str, **values: Any) -> list[Sample]:
     samples: list[Sample] = []
-    await asyncio.wait_for(
-        play(plan(log, ReplayOptions(base_url=url)), PlayerOptions(url=url, **values), samples.append), 20
-    )
+    options = ReplayOptions(base_url=url, **values)
+    await asyncio.wait_for(play(plan(log, options), options, samples.append), 20)
     return samples
-
-
-def at(instant: float) -> Callable[[], Awaitable[float]]:
-    """Begin at an instant of `time.monotonic()`."""
-
-    async def begin() -> float:
-        return instant
-
-    return begin
 
 
 async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() -> None:
@@ -60,7 +49,7 @@ async def test_a_stalled_service_slows_no_sending_and_is_charged_for_the_wait() 
         await all_came.wait()  # a closed loop would never send the second one
 
     async with service(stall) as fake:
-        samples = await played([rank(i * 0.02, f"u{i}") for i in range(count)], fake.url, deadline_ms=10_000)
+        samples = await played([rank(i * 0.02, f"u{i}") for i in range(count)], fake.url, timeout_s=10)
     assert not any(sample.error for sample in samples)
     for sample in samples:
         assert sample.latency_s >= (count - 1) * 0.02 - sample.due_at
@@ -81,7 +70,7 @@ async def test_latency_counts_from_the_due_time_and_the_players_own_lateness_is_
         start_at = time.monotonic() + 0.5
         log = [rank(i * 0.02, f"u{i}") for i in range(200)]
         options = ReplayOptions(base_url=fake.url)
-        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, at(start_at))
+        await play(plan(log, options), options, samples.append, start_at)
         report = await replay([rank(0.0)], options)
     assert len(samples) == 200
     began_at, ended_at = stalled_at
@@ -198,7 +187,7 @@ async def test_the_signal_comes_the_lead_before_its_rank_also_under_speed() -> N
     async with service() as fake:
         options = ReplayOptions(base_url=fake.url, speed=50.0, signal_lead_s=0.1)
         start_at = time.monotonic() + 0.1
-        await play(plan(log, options), PlayerOptions(url=fake.url), samples.append, at(start_at))
+        await play(plan(log, options), options, samples.append, start_at)
     samples.sort(key=lambda sample: sample.due_at)
     assert [sample.record.kind for sample in samples] == ["signal", "rank", "signal", "rank"]
     assert [sample.due_at - samples[0].due_at for sample in samples] == pytest.approx([0.0, 0.1, 0.2, 0.3])

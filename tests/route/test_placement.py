@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.route.placement import How, Member, Place, Ring, Signals, bound, place
+from npu_gr.core.kinds import Routing
+from npu_gr.route.placement import How, Member, Place, Ring, Signals, bound, order, place, routing_of
 
 USERS = [f"user-{i}".encode() for i in range(2000)]
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9-]{0,10}[a-z0-9]", fullmatch=True), min_size=2, max_size=12, unique=True)
@@ -131,3 +132,47 @@ def test_signals_are_remembered_for_the_life_of_a_prefix_and_only_so_many() -> N
 def test_no_weight_owns_nobody() -> None:
     ring = Ring([Member("a"), Member("b", 0.0)])
     assert {ring.owner(user) for user in USERS} == {"a"}
+
+
+PATHS = {
+    ("POST", "/v1/rank"): Routing.FOLLOW,
+    ("POST", "/v2/models/rank/infer"): Routing.FOLLOW,
+    ("POST", "/v1/signal"): Routing.SIGNAL,
+    ("POST", "/v1/events"): Routing.ONCE,
+    ("POST", "/v1/events/bulk"): Routing.BY_LOAD,
+    ("DELETE", "/v1/users/ann%2Fb"): Routing.EVERYWHERE,
+    ("GET", "/v1/rank"): None,
+    ("GET", "/readyz"): None,
+}
+
+
+@pytest.mark.parametrize("asked", PATHS)
+def test_method_and_path_say_how_a_request_is_placed(asked: tuple[str, str]) -> None:
+    assert routing_of(*asked) is PATHS[asked]
+
+
+def test_a_request_is_tried_along_the_ring_after_the_instance_of_its_signal() -> None:
+    ring = Ring(map(Member, "abcd"))
+    walk = list(ring.walk(b"u"))
+    busy = Counter[str]()
+    assert order(ring, Routing.FOLLOW, b"u", walk, busy.__getitem__) == walk
+    followed = order(ring, Routing.FOLLOW, b"u", walk, busy.__getitem__, walk[2])
+    assert followed == [walk[2], walk[0], walk[1], walk[3]]
+    assert order(ring, Routing.FOLLOW, b"u", set(walk[1:]), busy.__getitem__, walk[0]) == walk[1:]
+    assert order(ring, Routing.SIGNAL, b"u", walk, busy.__getitem__, walk[2]) == walk
+    spilled = order(ring, Routing.SIGNAL, b"u", walk, busy.__getitem__, has_room=lambda name: name == walk[3])
+    assert spilled == [walk[3], *walk[:3]]
+    assert order(ring, Routing.FOLLOW, b"u", (), busy.__getitem__) == []
+
+
+@pytest.mark.parametrize(("routing", "user"), [(Routing.BY_LOAD, b"u"), (None, b"u"), (Routing.FOLLOW, b"")])
+def test_what_is_no_users_goes_to_the_less_loaded_of_two(routing: Routing | None, user: bytes) -> None:
+    ring = Ring(map(Member, "abcd"))
+    load = {"a": 9, "b": 1, "c": 5, "d": 7}
+    first = Counter[str]()
+    for _ in range(400):
+        names = order(ring, routing, user, set(load), load.__getitem__)
+        assert sorted(names) == sorted(load)
+        assert load[names[0]] <= load[names[1]]
+        first[names[0]] += 1
+    assert first["b"] > first["c"] > first["d"] > first["a"] == 0

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import pickle
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,6 +20,7 @@ import yaml
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import to_table
+from npu_gr.route.fan_out import Answered, Change
 from npu_gr.route.ray_serve import QUEUE_DEPTH, RayOptions, RayReplica, wanted
 from tests.models import events
 from tests.route.fake import free_port
@@ -69,14 +74,81 @@ async def test_a_replica_serves_callers_what_is_public_and_reads_its_own_metrics
         await replica._stack.aclose()
 
 
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The least of Ray that passes a change on: objects with a method `do`, all of which a broadcast calls."""
+    replicas: list[Any] = []
+
+    async def gather(change: Change) -> list[Any]:
+        return await asyncio.gather(*(replica.do(change) for replica in replicas))
+
+    def broadcast(method: str, change: Change) -> Any:
+        assert method == "do"
+        return SimpleNamespace(results_async=lambda timeout_s: gather(pickle.loads(pickle.dumps(change))))
+
+    serve = SimpleNamespace(get_deployment_handle=lambda name, app: SimpleNamespace(broadcast=broadcast))
+    modules: dict[str, dict[str, Any]] = {
+        "ray": {"serve": serve},
+        "ray.exceptions": {"RayError": type("RayError", (Exception,), {})},
+        "ray.serve": {},
+        "ray.serve.exceptions": {"RayServeException": type("RayServeException", (Exception,), {})},
+    }
+    for name, content in modules.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return replicas
+
+
+async def knows(replica: Replica) -> bool:
+    async with replica._admin.post("/debug/user", json={"user_id": "ann"}) as answer:
+        assert answer.status == 200
+        return any((await answer.json())["places"].values())
+
+
+async def test_an_erasure_is_done_when_every_replica_has_done_it(tmp_path: Path, told: list[Any]) -> None:
+    write_checkpoint(tmp_path / "checkpoint")
+    replica = Replica.__new__(Replica)
+    await replica.__init__(make_config(tmp_path))  # type: ignore[misc]
+    erasure = Change("DELETE", "/v1/users/ann", {"x-request-id": "of-the-caller"})
+    try:
+        rank = {"user_id": "ann", "candidates": [FIRST_ID], "history": columns(events(20))}
+        async with replica._http.post("/v1/rank", json=rank) as answer:
+            assert answer.status == 200
+        assert await knows(replica)
+        told.append(replica)
+        assert (await replica._everywhere(erasure)).status == 204
+        assert not await knows(replica)
+
+        async def refuse(_change: Change) -> tuple[str, Answered]:
+            return "other", Answered(503, "it starts")
+
+        told.append(SimpleNamespace(do=refuse))
+        told_no = await replica._everywhere(erasure)
+        assert told_no.status == 503
+        assert "not done at other (503)" in str(told_no.text)
+        assert "of-the-caller" in str(told_no.text)
+
+        async def break_off(_change: Change) -> None:
+            raise TimeoutError("Timed out waiting for broadcast results.")
+
+        told[1] = SimpleNamespace(do=break_off)
+        told_nothing = await replica._everywhere(erasure)
+        assert told_nothing.status == 503
+        assert "Timed out" in str(told_nothing.text)
+    finally:
+        await replica._stack.aclose()
+
+
 @pytest.mark.ray
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install 'npu_gr[ray]'")
-async def test_two_replicas_with_an_npu_each_serve_their_users(tmp_path: Path) -> None:
+async def test_replicas_with_an_npu_each_serve_their_users(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint")
-    table = to_table(make_config(tmp_path, features={"kind": "none"}, service={"selfcheck_ratio": 0.0}))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(table))
+    sections = {"features": {"kind": "none"}, "service": {"selfcheck_ratio": 0.0}, "relay": {"t_life_s": 60.0}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(to_table(make_config(tmp_path, **sections))))
     port = free_port()
     environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    environment |= {"RAY_raylet_start_wait_time_s": "120", "RAY_agent_register_timeout_ms": "120000"}  # a busy machine
     command = [sys.executable, "-m", "npu_gr", "fleet", "ray", "--config", str(tmp_path / "config.yaml")]
     command += ["--instances", "2", "--max-instances", "3", "--resource", "NPU", "--port", str(port)]
     with (tmp_path / "log").open("wb") as log:
@@ -91,25 +163,39 @@ async def test_two_replicas_with_an_npu_each_serve_their_users(tmp_path: Path) -
                     found = await answer.json(content_type=None) if answer.status < 300 else {}
                     return answer.status, found, answer.headers.get("X-NpuGr-Instance", "")
 
-            async with asyncio.timeout(150):
-                while True:
-                    assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
-                    try:
-                        if (await post("rank", "u", candidates=[1001]))[0] == 200:
-                            break
-                    except aiohttp.ClientError:
-                        pass
-                    await asyncio.sleep(0.5)
-            homes = set()
-            for i in range(30):
-                status, _, home = await post("signal", f"u{i}")
+            async def rank(user: str) -> tuple[str, str]:
+                """Rank until it is answered: which replica did, and with what."""
+                async with asyncio.timeout(300):
+                    while True:
+                        assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                        with suppress(aiohttp.ClientError):
+                            status, ranked, home = await post("rank", user, candidates=[1001, 1002])
+                            if status == 200:
+                                return home, str(ranked["reason"])
+                        await asyncio.sleep(0.5)
+
+            await rank("u")
+            homes: dict[str, str] = {}
+            for user in (f"u{i}" for i in range(30)):
+                status, _, homes[user] = await post("signal", user)
                 assert status == 202
                 await asyncio.sleep(0.02)
-                status, ranked, there = await post("rank", f"u{i}", candidates=[1001, 1002])
-                assert (status, there) == (200, home)
-                assert ranked["reason"] != "no_signal"
-                homes.add(home)
-            assert len(homes) == 2
+                home, reason = await rank(user)
+                assert home == homes[user]
+                assert reason != "no_signal"
+            assert len(set(homes.values())) == 2
+
+            for user in list(homes)[:10]:  # half of them live where the erasure arrives
+                async with http.delete(f"{url}users/{user}") as answer:
+                    assert answer.status == 204, await answer.text()
+                assert await rank(user) == (homes[user], "no_signal")
+
+            lost = homes["u20"]
+            os.kill(int(lost), signal.SIGKILL)
+            for user, home in homes.items():
+                there, _ = await rank(user)
+                assert there == home or home == lost or there not in homes.values()
+                assert there != lost
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -173,7 +173,7 @@ def test_a_sample_of_the_instances_serves_its_own_users_as_in_the_whole_fleet() 
     for name, instance in part.instances.items():
         assert instance.num_produced == whole.instances[name].num_produced
         # spills that the end cuts short differ by where the end is
-        assert instance.scheduler.busy_s == pytest.approx(whole.instances[name].scheduler.busy_s, rel=0.01)
+        assert instance.busy_s == pytest.approx(whole.instances[name].busy_s, rel=0.01)
     both: dict[str, Any] = {"device": "d", "sampled_instances": 2, "load_factor": 1.25}
     with pytest.raises(ConfigError, match="sampled_instances"):
         from_table(both, SimulateConfig)

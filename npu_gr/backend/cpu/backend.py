@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,6 @@ class CPUBackend(TorchOps):
     """Run the native CPU kernels where they are built and the call fits, else torch ops."""
 
     name = "cpu"
-    pins_host_memory = False
 
     def __init__(self, mode: NativeMode = "auto", isa: str = "") -> None:
         """Load the kernels.
@@ -75,13 +73,6 @@ class CPUBackend(TorchOps):
             self._find = HstuFindKernel(self.native, self._hstu, self._pass)
         self.ops = dict.fromkeys(("hstu_attention", "softmax_attention", "beam_topk"), self.kernels)
 
-    def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
-        """Share the array's memory where torch can: a copy takes ten times as long."""
-        return torch.from_numpy(array) if array.flags.carray else super().upload(array)
-
-    def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-        return [own.float().numpy() for own in tensors]
-
     def beam_topk(self, call: TopkCall) -> Choices:
         if self.native and self._topk.takes(call.logits, call.acc, call.follow):
             return self._topk.beam_topk(call)
@@ -113,11 +104,6 @@ class CPUBackend(TorchOps):
         if self.native and self._beams.takes(call):
             return self._beams(call)
         return super().beam_attention(call)
-
-    def beam_attention_plain(self, call: BeamCall) -> Tensor:
-        if self.native and self._beams.takes(call):
-            return self._beams(call)
-        return super().beam_attention_plain(call)
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
         fits = self._hstu and dtype in ELEMENT and page_tokens % TILE_TOKENS == 0

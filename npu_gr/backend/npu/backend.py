@@ -1,10 +1,9 @@
 """Ascend devices through torch_npu. Not yet run on an NPU by us: tested on a device that records what it is told.
 
-Each device thread has a stream of its own; copies between the tiers have another. The native operators of
-`ops/ascendc` run where they are installed and the call fits, Huawei's `mxrec::hstu_paged` for a ranker without relative
-bias where its library is configured, a Triton kernel where the configuration asks for it, torch ops elsewhere: `ops`
-says which, `hstu_ways` what a ranker can choose from. A call that does not fit (`limits.py`) is counted, and logged the
-first time.
+The native operators of `ops/ascendc` run where they are installed and the call fits, Huawei's `mxrec::hstu_paged` for a
+ranker without relative bias where its library is configured, a Triton kernel where the configuration asks for it, torch
+ops elsewhere: `ops` says which, `hstu_ways` what a ranker can choose from. A call that does not fit (`limits.py`) is
+counted, and logged the first time.
 
 Invariant: between a request's uploads and its result the host never waits for the device, where `ops` says ascend_c.
 """
@@ -13,19 +12,17 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from npu_gr.backend.base import HstuPass, accumulator
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuPassCall, HstuShape, Over, TopkCall
-from npu_gr.backend.graphs import Graphs
 from npu_gr.backend.names import AttentionMode, NativeMode
 from npu_gr.backend.npu import hstu_triton
 from npu_gr.backend.npu import ops as ascend_ops
@@ -36,8 +33,8 @@ from npu_gr.backend.npu.hstu_pass import PassMaker
 from npu_gr.backend.npu.items import best_items
 from npu_gr.backend.npu.limits import fork_limit, items_limit, topk_limit
 from npu_gr.backend.npu.softmax import FusedAttention
+from npu_gr.backend.streams import StreamedOps
 from npu_gr.backend.tiles import Slab, natural
-from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -46,11 +43,10 @@ _TRITON_LIMIT = "the Triton kernel reads keys and values in the dtype of the mod
 _PAGED_LIMIT = "mxrec::hstu_paged knows no relative bias, or not this shape"
 
 
-class NPUBackend(TorchOps):
+class NPUBackend(StreamedOps):
     """Run the native Ascend operators where they are installed and the call fits, else torch ops."""
 
     name = "npu"
-    pins_host_memory = True
 
     def __init__(
         self,
@@ -74,21 +70,17 @@ class NPUBackend(TorchOps):
             ConfigError: there is no NPU, a library is required and does not load, `hstu_library` is of no use, or there
                 is no Triton.
         """
-        super().__init__()
         try:
             self._npu = npu or find()
         except NpuNotFound as error:
             raise ConfigError(f"backend 'npu' is configured but cannot be loaded: {error}") from error
-        self._runtime = self._npu.runtime
-        self.device = self._npu.device
-        self._copies = self._runtime.Stream()
+        runtime = self._npu.runtime
+        super().__init__(runtime, self._npu.device, getattr(runtime, "NPUGraph", None))  # only newer versions have it
         ascend_ops.register()
         self._is_native = native != "off" and self._load(native == "require", folder)
         self.gathers_head = not self._is_native  # it would wait, and gather on the AI CPU
         self._paged = PagedHstu.load(hstu_library, self.device, self.upload) if hstu_library else None
         self._fused = self._find_fused()
-        graph = getattr(self._runtime, "NPUGraph", None)  # only newer versions have it
-        self._graphs = Graphs(self._runtime, graph, self.fell_back) if graph else None
         self._passes = PassMaker(self.upload, self._graphs) if self._is_native else None
         self._triton = hstu_triton.load(self.device) if attention == "triton" else None
         own = "ascend_c" if self._is_native else "torch"
@@ -118,36 +110,6 @@ class NPUBackend(TorchOps):
             log.warning("npu_fused_infer_attention_score disagrees with our definition, torch ops run instead")
             return None
         return fused
-
-    # ---- queues
-
-    @contextmanager
-    def stream(self) -> Iterator[None]:
-        self._runtime.set_device(self.device)
-        own = self._runtime.Stream()
-        made = self._runtime.Event()
-        made.record(self._runtime.current_stream())  # weights and pools were written there
-        own.wait_event(made)
-        with self._runtime.stream(own):
-            yield
-
-    def copy(self, work: Callable[[], None]) -> Callable[[], None]:
-        before = self._runtime.Event()
-        after = self._runtime.Event()
-        before.record(self._runtime.current_stream())
-        self._copies.wait_event(before)
-        with self._runtime.stream(self._copies):
-            work()
-        after.record(self._copies)
-
-        def wait() -> None:
-            self._runtime.set_device(self.device)  # of the thread that waits
-            after.synchronize()
-
-        return wait
-
-    def synchronize(self) -> None:
-        self._runtime.current_stream().synchronize()
 
     # ---- beams
 
@@ -190,15 +152,6 @@ class NPUBackend(TorchOps):
         smaller = numbers[None, :] < numbers[:, None]
         return torch.argsort(smaller.float().sum(1), stable=True)
 
-    def row_wise(
-        self,
-        owner: nn.Module,
-        what: Hashable,
-        work: Callable[..., tuple[Tensor, ...]],
-        rows: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        return self._graphs.row_wise(owner, what, work, rows) if self._graphs else work(*rows)
-
     def best_items(self, queries: Tensor, items: Tensor, k: int, hidden: Hidden | None) -> Best:
         """Search by `masked_topk` and bits of what is hidden, where the native operators are."""
         if not self._is_native or not len(items) or not len(queries):
@@ -214,12 +167,11 @@ class NPUBackend(TorchOps):
         return super().causal_attention(q, k, v, past, scale)
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        if self._fused and self._fused.takes(call.q, call.unshared[0].shape[2]) and any(len(k) for k, _ in call.shared):
+        if self._fused is None:
+            return super().beam_attention(call)
+        if self._fused.takes(call.q, call.unshared[0].shape[2]) and any(len(k) for k, _ in call.shared):
             return self._fused.beams(call)
-        return super().beam_attention(call)
-
-    def beam_attention_plain(self, call: BeamCall) -> Tensor:
-        return self.beam_attention(call) if self._fused else super().beam_attention_plain(call)
+        return super().beam_attention(call._replace(is_split=True))
 
     # ---- HSTU
 

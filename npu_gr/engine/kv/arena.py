@@ -19,7 +19,7 @@ from torch import Tensor
 
 from npu_gr.backend.calls import PagedKV
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack
-from npu_gr.backend.torch_ops import SingleStream
+from npu_gr.backend.torch_ops import PlainOps
 from npu_gr.engine.kv.pages import KVLayout, PageRun
 
 Slab = tuple[Tensor, Tensor]
@@ -265,7 +265,7 @@ def _common_pieces(
 
 Fork = Callable[[Tensor, Tensor, Tensor, int], None]  # the signature of `Backend.beam_fork_`
 
-_IN_TWO_PASSES: Fork = SingleStream().beam_fork_
+_IN_TWO_PASSES: Fork = PlainOps().beam_fork_
 
 
 class BeamArena:

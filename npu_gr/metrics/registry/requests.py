@@ -23,7 +23,7 @@ from npu_gr.core.kinds import KINDS, MATCH, Kind
 from npu_gr.core.logs import exemplar
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome, RankAnswer
 from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
-from npu_gr.metrics.slo import Counts, Interval, Objective, Promise, RecentAnswers, Result, Rolling, is_promised, judge
+from npu_gr.metrics.slo import Counts, Objective, Promise, RecentAnswers, Result, Rolling, is_promised, judge
 
 JUDGED = "slo_requests_total"
 DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
@@ -74,7 +74,7 @@ class RequestMetrics:
         """
         self._clock = clock
         self.objectives = {objective.kind: objective for objective in objectives}
-        self.rolling = {kind: Rolling(one.threshold_s) for kind, one in self.objectives.items()}
+        self.rolling = {kind: Rolling() for kind in self.objectives}
         self.recent = RecentAnswers(clock)
         all_edges_s = sorted({*LATENCY_S, *(o.threshold_s for o in self.objectives.values())})
         self.in_flight = make.gauge("requests_in_flight", "HTTP requests being served now.")
@@ -186,7 +186,7 @@ class RequestMetrics:
         result = judge(status, took_s, threshold_s, has_s) if is_judged else None
         if result is not None:
             self._results[kind, result].inc()
-            self.rolling[kind].add(self._clock(), result, took_s=took_s if status < 400 else None)
+            self.rolling[kind].add(self._clock(), result)
         return result
 
     def refused_at_door(self, kind: str, num: int, reason: Refusal = Refusal.LATE, *, is_promised: bool = True) -> None:
@@ -245,10 +245,6 @@ class RequestMetrics:
     def good_per_s(self, kind: str) -> float:
         """Requests answered in time, a second, in the last minute."""
         return self.rolling[kind].good_per_s(self._clock())
-
-    def intervals(self, kind: str, num: int) -> list[Interval]:
-        """What came in each of the last `num` slots of `SLOT_S` seconds, the oldest first."""
-        return self.rolling[kind].intervals(self._clock(), num)
 
     def outcomes(self) -> dict[str, dict[str, int]]:
         """Count requests since the start: kind -> outcome -> requests; what never happened is left out."""

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from npu_gr.core.errors import StoreFault
-from npu_gr.core.history import HistorySource, UserFeaturesSource
+from npu_gr.core.history import HistorySource, StoreHealth, UserFeaturesSource
 from npu_gr.metrics.registry.families import LATENCY_S, Families
 
 PLACES = ("store", "recordings")
@@ -93,50 +93,6 @@ class LaneFigures(Protocol):
         """Calls that wait for their turn."""
 
 
-class HealthFigures(Protocol):
-    """The figures that a store has of its file."""
-
-    @property
-    def free_bytes(self) -> int | None:
-        """Bytes that the store's file system has left; None = the store has no file here."""
-
-    @property
-    def disk_bytes(self) -> int | None:
-        """Size of that file system."""
-
-    @property
-    def damaged(self) -> int | None:
-        """Damaged places that the check at the start found; None = there was none."""
-
-    @property
-    def erased_at(self) -> float | None:
-        """Unix seconds of the oldest erasure that is not overwritten yet; None = all are."""
-
-    @property
-    def overwrites(self) -> Mapping[str, int]:
-        """Runs that overwrite what was deleted, by their result."""
-
-
-class StoreFigures(Protocol):
-    """The figures that a guarded store has of itself."""
-
-    @property
-    def kind(self) -> str:
-        """Embedded or redis."""
-
-    @property
-    def reads(self) -> LaneFigures:
-        """Reads."""
-
-    @property
-    def writes(self) -> LaneFigures:
-        """Appends and erasures."""
-
-    @property
-    def health(self) -> HealthFigures:
-        """What the store says of itself."""
-
-
 class SourceMetrics:
     """Reported by the guard of the source of users' features."""
 
@@ -204,16 +160,22 @@ class StoreMetrics:
         """Count a history that the store did not give; `source` is one of `SOURCES`."""
         self._degraded[source, fault].inc()
 
-    def observe(self, store: StoreFigures) -> None:
-        """Export a store, read at each scrape; nothing here asks the disk."""
-        for name, lane in (("reads", store.reads), ("writes", store.writes)):
-            self._open.labels(store.kind, name).set_function(partial(getattr, lane, "is_open"))
+    def observe(self, kind: str, lanes: Mapping[str, LaneFigures], health: StoreHealth) -> None:
+        """Export a store, read at each scrape; nothing here asks the disk.
+
+        Args:
+            kind: embedded or redis.
+            lanes: its reads and writes.
+            health: what it says of itself.
+        """
+        for name, lane in lanes.items():
+            self._open.labels(kind, name).set_function(partial(getattr, lane, "is_open"))
             self._in_flight.labels(name).set_function(partial(getattr, lane, "num_calls"))
             self._waiting.labels(name).set_function(partial(getattr, lane, "waiting"))
-        self._free.set_function(_or_nan(lambda: store.health.free_bytes))
-        self._size.set_function(_or_nan(lambda: store.health.disk_bytes))
-        self._damaged.set_function(_or_nan(lambda: store.health.damaged))
-        self._erasures.observe("store", lambda: store.health.erased_at, lambda: store.health.overwrites)
+        self._free.set_function(_or_nan(lambda: health.free_bytes))
+        self._size.set_function(_or_nan(lambda: health.disk_bytes))
+        self._damaged.set_function(_or_nan(lambda: health.damaged))
+        self._erasures.observe("store", lambda: health.erased_at, lambda: health.overwrites)
 
 
 def _or_nan(read: Callable[[], int | None]) -> Callable[[], float]:

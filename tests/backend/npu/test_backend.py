@@ -23,7 +23,7 @@ from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, ItemSearch, PromptKV, layout_of, make_prompt
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.engine.page_jobs import CachedPrefix
+from npu_gr.engine.page_jobs import CachedPrefix, PageCopy
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.sanity import parity
@@ -283,9 +283,9 @@ async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: F
             cold = await it.engine.rank(work, FAR)
             for _ in range(3):
                 await it.engine.prefill(history, runs, FAR, JobOrder(FAR))
-                await it.engine.copy(it.arena, runs, it.dram, runs, num, FAR)
+                await it.engine.copy(PageCopy(it.arena, runs, it.dram, runs, num), FAR)
                 await it.engine.zero(it.arena, runs)
-                await it.engine.copy(it.dram, runs, it.arena, runs, num, FAR)
+                await it.engine.copy(PageCopy(it.dram, runs, it.arena, runs, num), FAR)
                 hit = await it.engine.rank(RankPass(history, 0, np.arange(9), 10**9, CachedPrefix(runs, num)), FAR)
                 np.testing.assert_allclose(hit.logits, cold.logits, rtol=1e-4, atol=1e-5)
 
@@ -294,7 +294,7 @@ async def test_both_tiers_over_streams_give_cold_scores_and_nothing_races(npu: F
         await it.scheduler.stop()
     assert not npu.races
     assert len(npu.streams) == 2 + streams, "the default one, the copies', one a device thread"
-    copies = it.backend._copies.index  # type: ignore[attr-defined]
+    copies = it.backend._copies.index
     order = [call for call in npu.calls if call in (("wait_event", copies), ("record", copies))]
     assert streams > 1 or order == [("wait_event", copies), ("record", copies)] * (len(order) // 2)
     assert len(order) >= 2 * 2 * 6

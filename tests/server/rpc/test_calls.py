@@ -32,7 +32,7 @@ from tests.certificates import Authority
 from tests.keys import entry, secret, write_keys
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, metrics_of_all_kinds
-from tests.server.oip.inputs import Input, infer_message, inputs_of
+from tests.server.oip.inputs import Input, infer_message, inputs_of, json_body
 from tests.server.rpc.rig import INFER, Rig, call, serving_rpc
 from tests.serving import until
 from tests.sources import ROOT
@@ -156,6 +156,35 @@ async def test_the_deadline_is_the_budget(rig: Rig) -> None:
     for budget_s, most_s in zip(budgets, (granted_s, config.default_budget_s, config.max_budget_s, 0.5), strict=True):
         assert 0 < budget_s <= most_s
         assert budget_s > most_s - 0.4
+
+
+async def test_metadata_are_the_headers_of_http(tmp_path: Path) -> None:
+    async with serving_rpc(api_keys_file=write_keys(tmp_path / "keys", entry("all"))) as rig:
+        stub = rig.channel.unary_unary(INFER)
+        asked = infer_message("rank", INPUTS).SerializeToString()
+        key = ("authorization", f"Bearer {secret('all')}")
+        await stub(asked, timeout=10, metadata=(key, ("x-request-timeout-ms", "300")))
+        ((_, _, budget_s),) = rig.service.served
+        assert 0 < budget_s <= 0.3
+        for metadata, code in (
+            ((key, key), grpc.StatusCode.UNAUTHENTICATED),
+            ((key, ("x-request-timeout-ms", "")), grpc.StatusCode.INVALID_ARGUMENT),
+            ((key, ("x-request-timeout-ms", "0")), grpc.StatusCode.DEADLINE_EXCEEDED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub(asked, timeout=10, metadata=metadata)
+            assert caught.value.code() is code
+        assert len(rig.service.served) == 1
+
+
+async def test_the_objective_goes_by_the_parameter_timeout(rig: Rig) -> None:
+    """What no instance could answer in time is not held against this one, whichever way it came."""
+    body = json_body(INPUTS, parameters={"timeout": 1})
+    async with rig.http.post("/v2/models/rank/infer", data=body) as response:
+        assert response.status == 504
+    with pytest.raises(grpc.aio.AioRpcError, match="took the whole budget"):
+        await rig.infer("rank", SMALL, parameters={"timeout": {"int64_param": 1}})
+    assert rig.count("admissions_total", kind="rank", verdict="impossible") == 2
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "deadline"])

@@ -1,0 +1,85 @@
+"""A device with queues of its own: a stream a thread, another for copies, graphs. CUDA and Ascend alike.
+
+A copy follows what its thread queued before, and only who needs the bytes waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from npu_gr.backend.graphs import Graphs
+from npu_gr.backend.torch_ops import TorchOps
+
+
+class StreamedOps(TorchOps):
+    """Queue torch ops on the streams of a device."""
+
+    pins_host_memory = True
+
+    def __init__(self, runtime: Any, device: torch.device, graph: Callable[[], Any] | None) -> None:
+        """Make the stream of the copies.
+
+        Args:
+            runtime: torch.cuda or torch.npu.
+            device: where everything runs.
+            graph: makes an empty graph of that runtime; None = it has none.
+        """
+        super().__init__()
+        self._runtime = runtime
+        self.device = device
+        self._copies = runtime.Stream()
+        self._graphs = Graphs(runtime, graph, self.fell_back) if graph else None
+
+    def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+        # torch keeps page-locked blocks and hands one out again only when the copy from it is done
+        return torch.tensor(array).pin_memory().to(self.device, non_blocking=True)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        host = torch.cat([own.flatten() for own in tensors]).to("cpu", torch.float32)
+        parts = host.split([own.numel() for own in tensors])
+        return [part.view(own.shape).numpy() for part, own in zip(parts, tensors, strict=True)]
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        self._runtime.set_device(self.device)
+        own = self._runtime.Stream()
+        own.wait_event(self._now())  # weights and pools were written before
+        with self._runtime.stream(own):
+            yield
+
+    def copy(self, work: Callable[[], None]) -> Callable[[], None]:
+        self._copies.wait_event(self._now())
+        after = self._runtime.Event()
+        with self._runtime.stream(self._copies):
+            work()
+        after.record(self._copies)
+
+        def wait() -> None:
+            self._runtime.set_device(self.device)  # of the thread that waits
+            after.synchronize()
+
+        return wait
+
+    def _now(self) -> Any:
+        """Mark what this thread has queued so far."""
+        event = self._runtime.Event()
+        event.record(self._runtime.current_stream())
+        return event
+
+    def synchronize(self) -> None:
+        self._runtime.current_stream().synchronize()
+
+    def row_wise(
+        self,
+        owner: nn.Module,
+        what: Hashable,
+        work: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        return self._graphs.row_wise(owner, what, work, rows) if self._graphs else work(*rows)
