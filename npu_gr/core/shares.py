@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 MAX_TENANTS = 64  # that have an account at a time; those beyond share one, if they have no weight by name
 OTHERS = "\0others"  # the name of what they share; no tenant can have it
 WANTS_S = 60.0  # a tenant wants a resource for so long after it last asked
+TIDY_S = 1.0  # between two looks for accounts that nobody needs; with many tenants every request would look at all
 
 
 class Account:
@@ -61,6 +62,7 @@ class Shares(Generic[A]):
         self._make = make
         self._clock = clock
         self._accounts: dict[str, A] = {}
+        self._tidied_at = -math.inf
 
     @cached_property
     def nobody(self) -> A:
@@ -75,7 +77,9 @@ class Shares(Generic[A]):
     def asking(self, tenant: str) -> A:
         """Return the account of a tenant that asks for some now."""
         now_at = self._clock()
-        if tenant not in self._accounts and len(self._accounts) >= MAX_TENANTS:
+        is_full = len(self._accounts) >= MAX_TENANTS and tenant not in self._accounts
+        if is_full and now_at - self._tidied_at >= TIDY_S:
+            self._tidied_at = now_at
             self._accounts = {
                 name: account
                 for name, account in self._accounts.items()

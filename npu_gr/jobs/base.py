@@ -37,6 +37,11 @@ class HeldPermit(HeldSlot, Protocol):
 class ObservedWork(Protocol):
     """What can be read of the requests that are active, waiting and suspended."""
 
+    @property
+    def admitted(self) -> int:
+        """Permits that are held."""
+        ...
+
     def counts(self, kind: str) -> dict[str, int]:
         """Count a kind's requests by where they are: waiting, inside, outside."""
         ...
@@ -63,11 +68,6 @@ class AdmissionControl(Protocol):
 
     def would_reject(self, kind: str, tenant: str, arrived_at: float, budget_s: float) -> bool:
         """Whether `enter` would reject the request at once."""
-        ...
-
-    @property
-    def admitted(self) -> int:
-        """Permits that are held."""
         ...
 
     @property

@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
@@ -69,19 +68,16 @@ class Service:
         """
         self.parts = parts
         self.versions = parts.versions
+        self.admission = parts.admission  # HTTP asks it before a request is parsed
+        self.names = parts.names  # of actions and items
+        self.catalogue = parts.catalogue  # that generates find items in
+        self.vectors = parts.vectors  # that matches search
         self.on_reload: Callable[[], Awaitable[None]] = _refuse_reload
         self._not_ready = "starting"
 
     # ---- requests
 
-    @property
-    def admission(self) -> AdmissionControl:
-        """Admission control: HTTP asks it before a request is parsed."""
-        return self.parts.admission
-
-    async def serve(
-        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None, shown: object = None
-    ) -> A:
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
         """Answer one request from start to end.
 
         Args:
@@ -89,7 +85,6 @@ class Service:
             request: of `kind.request`.
             budget_s: seconds that the caller grants, from now on.
             permit: of the request; its holder leaves it. None = the request is admitted here.
-            shown: nothing here: the names of items are at hand when the answer is written.
 
         Raises:
             NotFound: this instance does not serve the kind.
@@ -129,26 +124,7 @@ class Service:
             for model in self.versions.current():
                 model.relay.settings.brownout = level
 
-    @property
-    def names(self) -> ServedNames:
-        """Names of actions and items."""
-        return self.parts.names
-
-    async def items(self, ids: I64) -> tuple[list[str | int], list[str | None]]:
-        """Name items and give their titles: [n] -> n names, n titles."""
-        return self.names.items(ids), self.names.titles(ids)
-
     # ---- administration
-
-    @property
-    def catalogue(self) -> CatalogueOfGenerator:
-        """The catalogue that generates find items in."""
-        return self.parts.catalogue
-
-    @property
-    def vectors(self) -> VectorsOfMatch:
-        """The vectors that matches search."""
-        return self.parts.vectors
 
     async def reload_models(self) -> list[ModelInfo]:
         """Read the configuration file again and serve what it says; requests in progress keep their version.
@@ -168,7 +144,7 @@ class Service:
 
     def kind_versions(self) -> dict[str, tuple[str, ...]]:
         """Name the versions of each kind that this instance serves, the current one first; () = it has no versions."""
-        vectors = self.parts.vectors.versions()
+        vectors = self.vectors.versions()
         rankers = self.versions.of_ranker()
         of_kind = {GENERATE.name: self.versions.of_generator(), MATCH.name: vectors}
         of_kind |= dict.fromkeys((SIGNAL.name, RANK.name, RECOMMEND.name), rankers)
@@ -183,7 +159,7 @@ class Service:
         return {
             "histories": self.parts.histories.knows(user),
             "prefixes": any(model.relay.knows(user) for model in self.versions.all()),
-            "vectors": self.parts.vectors.knows(user),
+            "vectors": self.vectors.knows(user),
         }
 
     # ---- readiness

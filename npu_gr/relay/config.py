@@ -52,11 +52,6 @@ class LiveSettings:
     brownout: Brownout = Brownout.NONE
 
     @property
-    def produces(self) -> bool:
-        """Whether prefixes are produced."""
-        return self.relay.enabled and self.brownout < Brownout.NO_RELAY
-
-    @property
     def uses_dram(self) -> bool:
         """Whether prefixes are copied to DRAM and back."""
         return self.brownout < Brownout.NO_DRAM

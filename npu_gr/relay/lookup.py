@@ -36,7 +36,7 @@ from npu_gr.engine.kv.tiers import Tiers
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings, RelayConfig
 from npu_gr.relay.encoder import DeviceEstimates, Encoder, P, Prefix
-from npu_gr.relay.producers import Adoption, PrefixFiller, Producer, ProducerKind, Producers
+from npu_gr.relay.producers import Adoption, PrefixFiller, Producer, ProducerKind, Producers, ProducerTable
 from npu_gr.relay.trigger import reload_pays
 
 E = TypeVar("E", bound=TierEntry)
@@ -247,7 +247,7 @@ class Inventory(Generic[P]):
         engine: Encoder[P],
         tiers: Tiers,
         filler: PrefixFiller[P],
-        producers: Producers[P],
+        producers: ProducerTable,
         signals: LastSignals,
         model_version: str,
     ) -> None:

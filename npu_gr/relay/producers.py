@@ -91,6 +91,12 @@ class Producer:
         """Whether a task fills the entry, not only the pass of a rank."""
         return self.task is not None and not self.task.done() and not self.gives_way
 
+    def give_way(self) -> None:
+        """End it for another tenant's: its prefix is not produced."""
+        assert self.task is not None
+        self.gives_way = True
+        self.task.cancel()
+
     @property
     def may_give_way(self) -> bool:
         """Whether nobody needs it yet: it is a prefill that no rank waits for."""
@@ -201,24 +207,10 @@ class PrefixFiller(Generic[P]):
         pool.publish(producer.entry, copy.timestamps)
 
 
-class Producers(Generic[P]):
-    """Starts producers, moves them through their states, and forgets them when they end. Event loop only."""
+class ProducerTable:
+    """The producers that have not ended: by key, by user, by tenant."""
 
-    def __init__(
-        self, filler: PrefixFiller[P], pool: PrefixPool, background: BackgroundTasks, clock: Callable[[], float]
-    ) -> None:
-        """Nothing runs yet.
-
-        Args:
-            filler: does the work.
-            pool: where the entries are reserved.
-            background: where the tasks run.
-            clock: the event loop's.
-        """
-        self._filler = filler
-        self._pool = pool
-        self._background = background
-        self._clock = clock
+    def __init__(self) -> None:
         self._by_key: dict[PrefixKey, Producer] = {}
         self._by_user: ByUser[Producer] = ByUser()
 
@@ -228,6 +220,16 @@ class Producers(Generic[P]):
 
     def __contains__(self, key: PrefixKey) -> bool:
         return key in self._by_key
+
+    def add(self, producer: Producer) -> None:
+        """Add the producer of a key that has none."""
+        self._by_key[producer.key] = producer
+        self._by_user.add(producer)
+
+    def remove(self, producer: Producer) -> None:
+        """Remove a producer that has ended."""
+        del self._by_key[producer.key]
+        self._by_user.remove(producer)
 
     def of(self, user: UserKey) -> list[Producer]:
         """Return the producers of a user's prefixes."""
@@ -261,11 +263,26 @@ class Producers(Generic[P]):
         ]
         return max(over, key=lambda each: each.order.arrived_at or 0.0, default=None)
 
-    def end(self, producer: Producer) -> None:
-        """Let a producer give way: its prefix is not produced."""
-        assert producer.task is not None
-        producer.gives_way = True
-        producer.task.cancel()
+
+class Producers(Generic[P]):
+    """Starts producers, moves them through their states, and forgets them when they end. Event loop only."""
+
+    def __init__(
+        self, filler: PrefixFiller[P], pool: PrefixPool, background: BackgroundTasks, clock: Callable[[], float]
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            filler: does the work.
+            pool: where the entries are reserved.
+            background: where the tasks run.
+            clock: the event loop's.
+        """
+        self._filler = filler
+        self._pool = pool
+        self._background = background
+        self._clock = clock
+        self.table = ProducerTable()
 
     # ---- start
 
@@ -344,8 +361,7 @@ class Producers(Generic[P]):
 
     def _add(self, producer: Producer) -> Producer:
         producer.ended = asyncio.get_running_loop().create_future()
-        self._by_key[producer.key] = producer
-        self._by_user.add(producer)
+        self.table.add(producer)
         return producer
 
     # ---- from state to state
@@ -433,5 +449,4 @@ class Producers(Generic[P]):
         producer.adoption = None
         self._pool.abandon(producer.entry)  # nothing, if it was published
         producer.ended.set_result(None)
-        del self._by_key[producer.key]
-        self._by_user.remove(producer)
+        self.table.remove(producer)

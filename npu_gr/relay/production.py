@@ -16,13 +16,13 @@ from typing import Generic, NamedTuple
 
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
-from npu_gr.core.request import Verdict
+from npu_gr.core.request import Brownout, Verdict
 from npu_gr.engine.kv.prefix_pool import PrefixPool
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import Inventory
-from npu_gr.relay.producers import Adoption, Producer, Producers
+from npu_gr.relay.producers import Adoption, Producer, Producers, ProducerTable
 from npu_gr.relay.trigger import AtShare, Forecast, Headroom, RelayMeasurements, decide
 
 
@@ -36,7 +36,7 @@ class TenantSlots(NamedTuple):
     ratio: float  # its share, as a part of 1
 
     @classmethod
-    def now(cls, pool: PrefixPool, producers: Producers[P], max_inflight: int, tenant: str) -> TenantSlots:
+    def now(cls, pool: PrefixPool, producers: ProducerTable, max_inflight: int, tenant: str) -> TenantSlots:
         """Look at the producers.
 
         Args:
@@ -100,6 +100,10 @@ class Production(Generic[P]):
         self._measured = measured
         self._clock = clock
 
+    @property
+    def _produces(self) -> bool:
+        return self._settings.relay.enabled and self._settings.brownout < Brownout.NO_RELAY
+
     def preinfer(self, user: UserKey, tokens: P, num_candidates: int) -> Verdict:
         """Decide what a signal leads to, and start it. Never waits, never fails.
 
@@ -108,7 +112,7 @@ class Production(Generic[P]):
             tokens: the whole history.
             num_candidates: that the rank will bring.
         """
-        if not self._settings.produces:
+        if not self._produces:
             return Verdict.SKIP_DISABLED
         key = self._inventory.key(user, tokens)
         if (resident := self._pool.get(key)) is not None:
@@ -127,7 +131,7 @@ class Production(Generic[P]):
             self._pool.renew(base)
             return Verdict.ALREADY_RESIDENT  # the rank computes the few new tokens itself
         forecast = self._forecast(len(tokens), cached, num_candidates)
-        slots = TenantSlots.now(self._pool, self._producers, trigger.max_inflight, user.tenant)
+        slots = TenantSlots.now(self._pool, self._producers.table, trigger.max_inflight, user.tenant)
         headroom = self._headroom(tokens, user, slots)
         verdict = decide(len(tokens), forecast, headroom, trigger, self._measured.rates, user.tenant)
         if verdict is not Verdict.PREINFER:
@@ -146,7 +150,7 @@ class Production(Generic[P]):
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
         if slots.gives_way is not None:
-            self._producers.end(slots.gives_way)
+            slots.gives_way.give_way()
         return started
 
     def keep(self, user: UserKey, tokens: P) -> Adoption | None:
@@ -157,7 +161,7 @@ class Production(Generic[P]):
         """
         config = self._settings.relay
         is_wanted = config.keep_full and len(tokens) >= self._settings.trigger.min_prefix_tokens
-        if not (is_wanted and self._settings.produces):
+        if not (is_wanted and self._produces):
             return None
         key = self._inventory.key(user, tokens)
         if self._inventory.is_being_written(key) or self._inventory.is_resident(key):

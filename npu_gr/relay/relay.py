@@ -96,7 +96,8 @@ class Relay(Generic[P]):
         self.producers = Producers(self._filler, tiers.pool, self._background, clock)
         self.spills = Spills(self.settings, engine, tiers, self._background)
         self._signals = LastSignals(self.settings)
-        inventory = Inventory(self.settings, engine, tiers, self._filler, self.producers, self._signals, model_version)
+        producers = self.producers.table
+        inventory = Inventory(self.settings, engine, tiers, self._filler, producers, self._signals, model_version)
         self._finder = PrefixFinder(self.settings, inventory, self.producers, tiers.pool, clock)
         self._production = Production(
             self.settings, engine, tiers.pool, inventory, self.producers, self.measured, clock
@@ -125,11 +126,11 @@ class Relay(Generic[P]):
     @property
     def is_busy(self) -> bool:
         """Whether it holds anything for work that runs, or has ended."""
-        return bool(len(self.producers) or len(self.spills) or len(self._background) or len(self._overwrites))
+        return bool(len(self.producers.table) or len(self.spills) or len(self._background) or len(self._overwrites))
 
     def in_flight(self, work: str) -> int:
         """Count the prefixes on their way: `prefill` and `reload` into HBM, `spill` into DRAM."""
-        return len(self.spills) if work == "spill" else self.producers.in_flight(ProducerKind(work))
+        return len(self.spills) if work == "spill" else self.producers.table.in_flight(ProducerKind(work))
 
     # ---- signal
 
@@ -191,7 +192,7 @@ class Relay(Generic[P]):
         overwritten when it ends.
         """
         self._signals.forget(user)
-        tasks = {producer.task for producer in self.producers.of(user) if producer.task is not None}
+        tasks = {producer.task for producer in self.producers.table.of(user) if producer.task is not None}
         for task in tasks:
             task.cancel()  # each ends with the chunk that the device runs
         self.tiers.erase_user(user)
@@ -203,7 +204,7 @@ class Relay(Generic[P]):
 
     def knows(self, user: UserKey) -> bool:
         """Whether a tier, a producer or the signals know the user."""
-        return self.tiers.knows(user) or bool(self.producers.of(user)) or self._signals.knows(user)
+        return self.tiers.knows(user) or bool(self.producers.table.of(user)) or self._signals.knows(user)
 
     async def settled(self) -> None:
         """Wait until nothing is being produced, spilled or overwritten."""

@@ -24,8 +24,8 @@ from npu_gr.server.codec.media import JSON, decode
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.debug.routes import DebugRoutes
 from npu_gr.server.http import json_response, struct_response
+from npu_gr.server.kind_routes import Reader
 from npu_gr.server.openapi import document
-from npu_gr.server.reading import Reader
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 from npu_gr.server.status import Insight, config_text
 
@@ -123,7 +123,8 @@ class ItemRoutes:
             ids = np.concatenate((np.array(asked, np.int64), item_ids(named)))
         except ValueError as error:
             raise Unprocessable(f"names: {error}") from None
-        known, titles = await self._service.items(ids)
+        served = self._service.names
+        known, titles = served.items(ids), served.titles(ids)
         names = [*map(_known, known[: len(asked)]), *named]
         found = zip(ids.tolist(), names, titles, strict=True)
         return json_response([ItemOut(id=one, name=name, title=title) for one, name, title in found])

@@ -109,10 +109,10 @@ class Course:
         """Count and log a request, and end its span, which has `attributes` too."""
         duration_s = time.monotonic() - call.whole_at
         stages_s = call.answer.stages_s if call.answer else {}
-        has_s = _NO_LIMIT_S
-        if call.kind is not None and not call.kind.must_finish:
-            is_over = isinstance(error, DeadlineExceeded) and call.until_at == _NO_LIMIT_S
-            has_s = 0.0 if is_over else call.until_at - call.whole_at
+        if call.kind is None or call.kind.must_finish or call.until_at == _NO_LIMIT_S:
+            has_s = 0.0 if isinstance(error, DeadlineExceeded) else _NO_LIMIT_S
+        else:
+            has_s = call.until_at - call.whole_at
         self.metrics.requests.done(
             call.kind.name if call.kind else None,
             call.route,
@@ -259,11 +259,13 @@ def _check_media(request: web.Request) -> None:
     Raises:
         UnsupportedMedia: it is compressed, which nothing here inflates, or neither JSON nor msgpack.
     """
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() != "identity":
+    encoding = request.headers.get("Content-Encoding")
+    if encoding is not None and encoding.strip().lower() != "identity":
         raise UnsupportedMedia(f"Content-Encoding: {encoding[:32]!r}: bodies must be sent as they are")
-    if request.body_exists and not (_is_infer(request) and request.content_type == OCTETS):
-        check_type(request.content_type)
+    if request.body_exists:
+        media = request.content_type
+        if media != OCTETS or not _is_infer(request):
+            check_type(media)
 
 
 def _is_infer(request: web.Request) -> bool:

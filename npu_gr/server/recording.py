@@ -17,7 +17,6 @@ from npu_gr.core.served import VectorsInfo
 from npu_gr.jobs.base import AdmissionControl, HeldPermit
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec.fields import Shown
 from npu_gr.server.codec.media import decode
 from npu_gr.server.http import json_response
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
@@ -34,7 +33,6 @@ class RecordingService:
         self.is_ready = service.is_ready
         self.effective_config = service.effective_config
         self.knows = service.knows
-        self.items = service.items
         self.reload_models = service.reload_models
 
     @property
@@ -53,14 +51,7 @@ class RecordingService:
     def admission(self) -> AdmissionControl:
         return self._service.admission
 
-    async def serve(
-        self,
-        kind: Kind[Q, A],
-        request: Q,
-        budget_s: float,
-        permit: HeldPermit | None = None,
-        shown: Shown | None = None,
-    ) -> A:
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
         """Answer the request, and record it where its kind is recorded and the recorder samples its user.
 
         An erasure reaches the recordings last: what is recorded while it runs is erased, too.
@@ -69,7 +60,7 @@ class RecordingService:
             erased: A = await self._erase(kind, request, budget_s, permit)
             return erased
         if not kind.is_recorded or not self._recorder.wants(request.user):
-            return await self._service.serve(kind, request, budget_s, permit, shown)
+            return await self._service.serve(kind, request, budget_s, permit)
         arrived_at = time.time()
         began_at = time.monotonic()
 
@@ -88,7 +79,7 @@ class RecordingService:
             )
 
         try:
-            answer = await self._service.serve(kind, request, budget_s, permit, shown)
+            answer = await self._service.serve(kind, request, budget_s, permit)
         except NpuGrError as error:
             offer(error.status, None)
             raise

@@ -24,11 +24,10 @@ from npu_gr.server.admin_routes import (
 from npu_gr.server.admission.middleware import Admission
 from npu_gr.server.auth.keys import KeyRefusal, KeyRing
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.kind_routes import kind_handlers, kind_routes
+from npu_gr.server.kind_routes import Reader, kind_handlers, kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import Course, Pipeline
 from npu_gr.server.oip.routes import Inference, InferenceRoutes
-from npu_gr.server.reading import Reader
 from npu_gr.server.rpc.server import RPC, RpcServer
 from npu_gr.server.run import PIPELINE, TLS
 from npu_gr.server.service_protocol import ServiceProtocol

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeVar
 
-from npu_gr.core.arrays import I64
 from npu_gr.core.errors import NotTaken
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
 from npu_gr.jobs.base import AdmissionControl, HeldPermit
-from npu_gr.server.codec.fields import Shown
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -68,11 +66,7 @@ class ServiceProtocol(Protocol):
 
     @property
     def names(self) -> Names:
-        """Names of actions and items, for one request: of items that are not in its answer it knows nothing."""
-        ...
-
-    async def items(self, ids: I64) -> tuple[list[str | int], list[str | None]]:
-        """Name items and give their titles: [n] -> n names, n titles, as `Names` does."""
+        """Names of actions and items."""
         ...
 
     @property
@@ -80,14 +74,7 @@ class ServiceProtocol(Protocol):
         """Admission control; HTTP asks it before a request is parsed."""
         ...
 
-    async def serve(
-        self,
-        kind: Kind[Q, A],
-        request: Q,
-        budget_s: float,
-        permit: HeldPermit | None = None,
-        shown: Shown | None = None,
-    ) -> A:
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
         """Answer one request from start to end.
 
         Args:
@@ -95,7 +82,6 @@ class ServiceProtocol(Protocol):
             request: of `kind.request`.
             budget_s: seconds that the caller grants, from now on.
             permit: of the request; its holder leaves it. None = the service asks for admission itself.
-            shown: what the answer will say of its items; its `names` are this service's. None = nothing.
 
         Raises:
             NotFound: this instance does not serve the kind. Overloaded. DeadlineExceeded: `budget_s` is over.

@@ -109,7 +109,7 @@ async def test_erasing_a_user_forgets_everything_even_what_is_being_made() -> No
 async def test_a_rank_that_keeps_is_no_pre_infer() -> None:
     """It does not count against those that may run, and an erasure does not wait for it."""
     async with bench(max_inflight=1) as b:
-        history, producers = tokens(100), b.relay.producers
+        history, producers = tokens(100), b.relay.producers.table
         async with b.relay.lease(USER, history, 1, time.monotonic() + 30) as lease:
             assert lease.keep
             assert b.relay.signal(USER, history) is Verdict.ALREADY_RUNNING
@@ -175,7 +175,7 @@ async def test_who_has_discarded_publishes_nothing_of_who_adopts_after_it() -> N
                 assert third.keep == lease.keep
                 await first.__aexit__(None, None, None)
                 assert not len(b.pool)
-                assert len(b.relay.producers) == 1  # nor does it end what the third writes
+                assert len(b.relay.producers.table) == 1  # nor does it end what the third writes
             assert len(b.pool) == 1
         await b.idle()
         assert not b.has_leaked()

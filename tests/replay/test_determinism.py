@@ -55,11 +55,9 @@ async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any)
         )  # on a busy machine a reload may not seem to pay
         serve = service.serve
 
-        async def spilled(
-            kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None, shown: object = None
-        ) -> A:
+        async def spilled(kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
             """Wait until spills are in DRAM before the next request comes: a busy machine gives them no time."""
-            answer = await serve(kind, request, budget_s, permit, shown)
+            answer = await serve(kind, request, budget_s, permit)
             await service.versions.ranker().relay.settled()
             return answer
 

@@ -22,7 +22,6 @@ from npu_gr.jobs.base import HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController
-from npu_gr.server.codec.fields import Shown
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin
@@ -90,9 +89,6 @@ class FakeService:
     async def effective_config(self) -> dict[str, Any]:
         return {}
 
-    async def items(self, ids: I64) -> tuple[list[str | int], list[str | None]]:
-        return self.names.items(ids), self.names.titles(ids)
-
     async def fill(self) -> ExitStack:
         """Take every permit, until the stack that is returned is closed."""
         slots = ExitStack()
@@ -100,14 +96,7 @@ class FakeService:
             slots.enter_context(await self.admission.enter(RANK.name, "", time.monotonic(), 1.0))
         return slots
 
-    async def serve(
-        self,
-        kind: Kind[Q, A],
-        request: Q,
-        budget_s: float,
-        permit: HeldPermit | None = None,
-        shown: Shown | None = None,
-    ) -> A:
+    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
         self.served.append((kind.name, request, budget_s))
         if self.waits is not None:
             self.waits.set()

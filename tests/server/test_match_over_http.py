@@ -236,7 +236,7 @@ async def test_a_deadline_and_a_full_queue_end_as_for_the_other_routes(tmp_path:
     async with serving(tmp_path, match=section(tmp_path), admission={"max_inflight": 1}) as (client, service):
         async with busy_device(service):
             waiting = asyncio.create_task(match(client, num_items=3))
-            await until(lambda: service.admission.admitted == 1)
+            await until(lambda: service.admission.work.admitted == 1)
             status, _ = await post(client, "/v1/match", {"user_id": KNOWN})
             assert status == 429
         assert (await waiting)["status"] == "complete"

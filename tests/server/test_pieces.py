@@ -8,7 +8,7 @@ import time
 import pytest
 
 from npu_gr.core.errors import DeadlineExceeded
-from npu_gr.server.reading import BURST_S, SHARE, Pieces
+from npu_gr.server.kind_routes import BURST_S, SHARE, Pieces
 
 
 class Clock:

@@ -258,12 +258,12 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for _ in range(1000):
-            await asyncio.sleep(0.01 if service.admission.admitted else 0)
+            await asyncio.sleep(0.01 if service.admission.work.admitted else 0)
         await nothing_held(service)
 
 
 async def nothing_held(service: Service) -> None:
-    assert service.admission.admitted == 0
+    assert service.admission.work.admitted == 0
     for job in (service.versions.ranker(), service.versions.generator()):
         await job.relay.settled()
         pool = job.relay.tiers.pool

@@ -271,14 +271,14 @@ async def test_a_caller_that_hangs_up_frees_its_slot(tmp_path: Path) -> None:
         service.parts.histories.read = slow  # type: ignore[method-assign, assignment]
         asking = asyncio.create_task(rank(client, history=columns(events(3))))
         await asyncio.wait_for(held.wait(), 10)
-        assert service.admission.admitted == 1
+        assert service.admission.work.admitted == 1
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         for _ in range(100):
-            if not service.admission.admitted:
+            if not service.admission.work.admitted:
                 break
             await asyncio.sleep(0.01)
-        assert service.admission.admitted == 0
+        assert service.admission.work.admitted == 0
 
 
 async def test_an_inexact_model_is_refused_with_the_cache_on(tmp_path: Path) -> None:

@@ -335,7 +335,7 @@ async def test_a_ranker_without_an_order_orders_by_its_task(folder: Path) -> Non
 
 
 async def nothing_held(service: Service) -> None:
-    assert service.admission.admitted == 0
+    assert service.admission.work.admitted == 0
     relay = service.versions.ranker().relay
     await relay.settled()
     assert relay.tiers.pool.reserved_bytes == 0
@@ -503,7 +503,7 @@ async def test_a_caller_who_leaves_leaves_nothing_behind(folder: Path, method: s
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         for _ in range(1000):
-            await asyncio.sleep(0.01 if service.admission.admitted else 0)
+            await asyncio.sleep(0.01 if service.admission.work.admitted else 0)
         await nothing_held(service)
 
 

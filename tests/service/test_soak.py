@@ -160,7 +160,7 @@ DECODERS = ("decoder", "other")
 async def left_nothing(service: Service, tasks_before: int) -> None:
     """Nothing is held, produced or waited for; every byte is free once every user is forgotten."""
     async with asyncio.timeout(30):
-        while service.versions.is_retiring or service.admission.admitted:  # noqa: ASYNC110
+        while service.versions.is_retiring or service.admission.work.admitted:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         for job in service.versions.current():
             await job.relay.settled()

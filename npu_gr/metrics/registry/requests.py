@@ -234,9 +234,10 @@ class RequestMetrics:
         self._service_s[kind.name](answer.label_value).observe(took_s)
         for stage, seconds in answer.stages_s.items():
             self._stage_s[kind.name, stage].observe(seconds)
-        if kind.leases_prefix:
+        outcomes = self._outcomes.get(kind.name)
+        if outcomes is not None:
             leased = cast("LeasedAnswer", answer)
-            self._outcomes[kind.name](leased.label_value, leased.reason).inc()
+            outcomes(leased.label_value, leased.reason).inc()
 
     def over(self, kind: str, window_s: float) -> Counts:
         """Results of the last `window_s` seconds."""

@@ -265,6 +265,28 @@ class ActiveWork:
         self._departed_at = now_at if self.active else _NEVER
 
 
+class WaitForecast:
+    """Says which requests would be answered too late, by the work that is active and the work that waits."""
+
+    def __init__(self, work: ActiveWork, queue: PriorityQueue[QueuedRequest], clock: Callable[[], float]) -> None:
+        """Look at what is there; the clock is that of the queue."""
+        self._work = work
+        self._queue = queue
+        self._clock = clock
+
+    def is_late_behind(self, state: KindState, tenant: str, arrived_at: float, budget_s: float) -> bool:
+        """Whether a request that came now would be late behind those that wait."""
+        target = TARGET_STANDING if self._queue.stood_s() > STANDING_S else TARGET_BURST
+        ahead_s = self._work.seconds(state.priority)
+        ahead_s += self._queue.ahead_s(state.priority, tenant, arrived_at + budget_s)
+        return self._clock() + ahead_s + state.service_time.seconds > arrived_at + target * budget_s
+
+    def is_late(self, queued: QueuedRequest) -> bool:
+        """Whether a queued request would be late even if it were admitted now."""
+        done_at = self._clock() + self._work.seconds(self._work.kinds[queued.kind].priority) + queued.cost_s
+        return done_at > queued.arrived_at + TARGET * queued.budget_s
+
+
 class AdmissionController:
     """Admission control of one instance. Event loop only."""
 
@@ -288,6 +310,7 @@ class AdmissionController:
         self._clock = clock
         self.work = ActiveWork(config, objective_s, batch_requests)
         self._queue = PriorityQueue[QueuedRequest](len(Priority), config.tenant_weights, clock)
+        self._forecast = WaitForecast(self.work, self._queue, clock)
         self._tenants = Tenants(config.tenant_weights, self.work.min_active, clock)
         self._tick: asyncio.TimerHandle | None = None
 
@@ -300,11 +323,6 @@ class AdmissionController:
             state.objective_s = objective_s(state.kind.name)
 
     # ---- for metrics, the brown-out and the proxy
-
-    @property
-    def admitted(self) -> int:
-        """Permits that are held, active and suspended."""
-        return self.work.admitted
 
     @property
     def waiting(self) -> int:
@@ -343,7 +361,7 @@ class AdmissionController:
         has_place = self._has_room(state) and not self._tenants.is_full(tenant)
         if has_place and not self._queue.is_anybody_before(state.priority):
             return self._admit(state, tenant, arrived_at)
-        if self._would_be_late(state, tenant, arrived_at, budget_s):
+        if self._forecast.is_late_behind(state, tenant, arrived_at, budget_s):
             raise _rejection(Refusal.LATE)
         queued = QueuedRequest(kind, tenant, arrived_at, budget_s, state.service_time.seconds)
         self._queue.push(queued, state.priority)
@@ -366,16 +384,10 @@ class AdmissionController:
         state = self.work.kinds[kind]
         if not self._config.enabled or (self._has_room(state) and not self._queue.is_anybody_before(state.priority)):
             return False
-        return self._would_be_late(state, tenant, arrived_at, min(state.objective_s, budget_s))
+        return self._forecast.is_late_behind(state, tenant, arrived_at, min(state.objective_s, budget_s))
 
     def _has_room(self, state: KindState) -> bool:
         return self.work.has_room(state, are_sharing=self._config.enabled and self._tenants.are_sharing())
-
-    def _would_be_late(self, state: KindState, tenant: str, arrived_at: float, budget_s: float) -> bool:
-        target = TARGET_STANDING if self._queue.stood_s() > STANDING_S else TARGET_BURST
-        ahead_s = self.work.seconds(state.priority)
-        ahead_s += self._queue.ahead_s(state.priority, tenant, arrived_at + budget_s)
-        return self._clock() + ahead_s + state.service_time.seconds > arrived_at + target * budget_s
 
     def _admit(self, state: KindState, tenant: str, arrived_at: float) -> Permit:
         holder = self._tenants.admitted(tenant, uses_device=state.kind.uses_device)
@@ -407,7 +419,8 @@ class AdmissionController:
             queued = self._queue.first(self._over_their_share, self._tenants.full())
             if queued is None or not self._has_room(state := self.work.kinds[queued.kind]):
                 return
-            if queued.permit.cancelled() or (self._is_late(queued) and self.work.active >= self.work.min_active):
+            is_late = self.work.active >= self.work.min_active and self._forecast.is_late(queued)
+            if is_late or queued.permit.cancelled():
                 self._reject(queued)
                 continue
             self._queue.take(queued, state.priority)
@@ -432,17 +445,12 @@ class AdmissionController:
     def _check_late(self) -> None:
         """Reject those whose turn will come too late; once more while the queue is not empty."""
         self._tick = None
-        while late := [queued for queued in self._queue.heads() if self._is_late(queued)]:
+        while late := [queued for queued in self._queue.heads() if self._forecast.is_late(queued)]:
             for queued in late:
                 self._reject(queued)
         self._serve_next()
         if self._queue and self._tick is None:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._check_late)
-
-    def _is_late(self, queued: QueuedRequest) -> bool:
-        """Whether a request would be late even if it were admitted now."""
-        done_at = self._clock() + self.work.seconds(self.work.kinds[queued.kind].priority) + queued.cost_s
-        return done_at > queued.arrived_at + TARGET * queued.budget_s
 
 
 def _rejection(reason: Refusal) -> Overloaded:

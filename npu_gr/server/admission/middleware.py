@@ -23,6 +23,7 @@ import random
 import re
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 from aiohttp import web
@@ -100,15 +101,17 @@ class Admission:
         limit = self._config.max_body_bytes
         if (request.content_length or 0) > limit:
             raise TooLarge(f"the body is over server.max_body_bytes: {request.content_length} bytes of {limit}")
-        if kind is not None and not request.content.is_eof():
+        is_here = request.content.is_eof()
+        if kind is not None and not is_here:
             now_at = time.monotonic()
             if self._controller.would_reject(kind.name, tenant, now_at, granted_s):
                 await self._rejected(request, kind, granted_s, Refusal.LATE)
                 raise Overloaded(MESSAGES[Refusal.LATE])
+        timer = nullcontext() if is_here else asyncio.timeout(min(granted_s, self._config.body_timeout_s))
         chunks: list[bytes] = []
         num_bytes = 0
         try:
-            async with asyncio.timeout(min(granted_s, self._config.body_timeout_s)):
+            async with timer:
                 while chunk := await request.content.readany():
                     chunks.append(chunk)
                     num_bytes += len(chunk)

@@ -28,7 +28,7 @@ from npu_gr.server.codec.bulk import LOOSE_BYTES
 from npu_gr.server.codec.fields import Shown
 from npu_gr.server.codec.media import JSON, decode, encode
 from npu_gr.server.http import json_response
-from npu_gr.server.kind_routes import add_headers, ask, parse_body
+from npu_gr.server.kind_routes import Reader, add_headers, ask, parse_body
 from npu_gr.server.middleware import CALL, OCTETS, Course
 from npu_gr.server.oip.models import (
     BYTES,
@@ -42,7 +42,6 @@ from npu_gr.server.oip.models import (
     Tensor,
     pack,
 )
-from npu_gr.server.reading import Reader
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 from npu_gr.server.status import Insight
 
@@ -300,7 +299,7 @@ class Inference:
 
         asked, parsed, shown = await self._reader.in_turn(parse, call.until_at)
         call.until_at = asked.waits_until(call, self.course.config.max_budget_s)
-        answer = await ask(call, model.kind, parsed, shown, self.service)
+        answer = await ask(call, model.kind, parsed, self.service)
         return asked, model.answer(answer, call.request_id, shown, asked.outputs)
 
     async def statistics(self, name: str | None, version: str | None) -> list[dict[str, Any]]:

@@ -340,7 +340,7 @@ def test_a_suspended_request_gives_the_place_to_others_and_no_queue_waits_for_th
     assert held.admission.work.counts(RANK.name)["outside"] == 1
     held.do(lambda: block.__exit__(None, None, None))
     assert held.admission.work.counts(RANK.name)["outside"] == 0
-    assert held.admission.admitted == len(held.guests)
+    assert held.admission.work.admitted == len(held.guests)
 
 
 def test_a_hung_store_with_as_many_waiters_as_places_closes_the_door_to_nobody() -> None:
@@ -390,7 +390,7 @@ def test_a_permit_leaves_once() -> None:
     guest = held.arrive()
     guest.leave()
     guest.leave()
-    assert held.admission.admitted == 0
+    assert held.admission.work.admitted == 0
 
 
 def test_switched_off_it_asks_nobody() -> None:
@@ -410,7 +410,7 @@ def test_a_cancelled_coroutine_gives_back_what_it_was_given() -> None:
         asked[0].cancel()
         asked[1].cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        return instance.admission.admitted
+        return instance.admission.work.admitted
 
     assert virtually(work) == 0
 
@@ -463,7 +463,7 @@ def test_every_request_ends_once_and_the_counts_agree(steps: list[tuple[str, str
             assert sum(count["outside"] for count in counts) == len(out)
             waiting = [one for one in held.guests if not one.task.done()]
             assert held.admission.waiting == sum(count["waiting"] for count in counts) == len(waiting)
-            assert held.admission.admitted == len(active) + len(out) <= most
+            assert held.admission.work.admitted == len(active) + len(out) <= most
         while out:
             held.do(lambda: out.pop()[1].__exit__(None, None, None))
         held.wait(5.0)  # D1: whoever still waits is admitted or rejected in its time
@@ -475,7 +475,7 @@ def test_every_request_ends_once_and_the_counts_agree(steps: list[tuple[str, str
             if one.permit:
                 one.leave()
         assert held.admission.waiting == 0
-        assert held.admission.admitted == 0
+        assert held.admission.work.admitted == 0
 
 
 def test_a_tenant_that_only_signals_is_rejected_where_others_share_the_instance() -> None:

@@ -38,7 +38,7 @@ async def test_a_request_in_two_pieces_holds_no_permit_until_it_is_whole(cut: in
         for _ in range(2):
             raw.send(WHOLE[:cut])
             await asyncio.sleep(0.02)
-            assert at.service.admission.admitted == 0
+            assert at.service.admission.work.admitted == 0
             raw.send(WHOLE[cut:])
             assert (await raw.answer())[0] == 200
 
