@@ -10,6 +10,7 @@ import asyncio
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class PassTimes:
 class VirtualStreams(Streams):
     """Passes that take virtual time and compute nothing. Make them inside the virtual loop.
 
-    The work of a job is a `RankWork`, or the seconds that its pass takes (a chunk of a prefill, or a copy).
+    The work of a job is a `RankWork`, or returns the seconds that its pass takes (a chunk of a prefill, or a copy).
     """
 
     def __init__(self, config: SchedulerConfig, times: PassTimes) -> None:
@@ -94,7 +95,7 @@ class VirtualStreams(Streams):
 
     def _draw_s(self, jobs: Sequence[Job]) -> float:
         works = [job.work for job in jobs]
-        return self._times.of_ranks(works) if isinstance(works[0], RankWork) else float(works[0])
+        return self._times.of_ranks(works) if isinstance(works[0], RankWork) else float(works[0]())
 
     def _pass_ended(self, stream: int, jobs: list[Job], began_at: float, expected_s: float) -> None:
         self._idle.append(stream)
@@ -172,8 +173,8 @@ class SimulatedEngine(PassCosts):
         """Encode a prefix chunk by chunk; returns how many of its tokens are encoded now."""
         parts = list(chunks(first_token, len(tokens), self._scheduler.config.prefill_chunk_tokens))
         estimates_s = [self.cost.pass_s(stop - start, start, 0) for start, stop in parts]
-        steps = [JobStep(self._times.noisy(seconds), seconds) for seconds in estimates_s]
-        done = await self._scheduler.sequence(steps, deadline_at, order, preemptible=True)
+        steps = [JobStep(partial(float, self._times.noisy(seconds)), seconds) for seconds in estimates_s]
+        done = await self._scheduler.sequence(steps, deadline_at, order, preemptible=True, kind="prefill")
         return parts[done.steps - 1][1] if done.steps else first_token
 
     async def copy(
@@ -181,9 +182,9 @@ class SimulatedEngine(PassCosts):
     ) -> None:
         """Occupy the device for the bytes over the bandwidth, and the fixed part of a copy."""
         seconds = self._copy_host_s + pages.num_bytes / self.copy_bytes_per_s
-        steps = [JobStep(self._times.noisy(seconds), 0.0)]
-        order = JobOrder(deadline_at) if order is None else order
-        await self._scheduler.sequence(steps, deadline_at, order, preemptible=preemptible)
+        await self._scheduler.call(
+            partial(float, self._times.noisy(seconds)), deadline_at, order, preemptible=preemptible, kind="copy"
+        )
 
     def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
         """Overwrite pages; takes no time here."""

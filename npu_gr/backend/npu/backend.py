@@ -27,11 +27,10 @@ from npu_gr.backend.names import AttentionMode, NativeMode
 from npu_gr.backend.npu import hstu_triton
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.device import Npu, NpuNotFound, find
-from npu_gr.backend.npu.hstu_limits import shape_limit
 from npu_gr.backend.npu.hstu_paged import PagedHstu
 from npu_gr.backend.npu.hstu_pass import PassMaker
 from npu_gr.backend.npu.items import best_items
-from npu_gr.backend.npu.limits import fork_limit, items_limit, topk_limit
+from npu_gr.backend.npu.limits import fork_limit, items_limit, shape_limit, topk_limit
 from npu_gr.backend.npu.softmax import FusedAttention
 from npu_gr.backend.streams import StreamedOps
 from npu_gr.backend.tiles import Slab, natural

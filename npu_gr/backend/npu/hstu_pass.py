@@ -31,7 +31,7 @@ from npu_gr.backend.npu.hstu_batch import (
     layer_tables,
     relative,
 )
-from npu_gr.backend.npu.hstu_limits import Slots, hstu_limit
+from npu_gr.backend.npu.limits import Slots, hstu_limit
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PAGE_IDS = 64  # the list of page ids is a multiple of so many

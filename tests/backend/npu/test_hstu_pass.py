@@ -14,9 +14,8 @@ import torch
 
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
-from npu_gr.backend.npu.hstu_limits import Slots, hstu_limit
 from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
-from npu_gr.backend.npu.limits import VectorUnits
+from npu_gr.backend.npu.limits import Slots, VectorUnits, hstu_limit
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import KVLayout, PageRun

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from npu_gr.backend.best_items import select
 from npu_gr.backend.calls import Continuations
 from npu_gr.backend.npu import ops as ascend_ops
-from npu_gr.backend.npu.hstu_check import cases
+from npu_gr.backend.npu.check import hstu_cases
 from npu_gr.core.errors import ConfigError
 from npu_gr.engine.kv.arena import BeamArena
 from tests.ops.oracle import best
@@ -108,7 +108,7 @@ def samples() -> list[tuple[str, tuple[object, ...]]]:
         ("masked_topk", (torch.randn(3, 13).bfloat16(), bits, 20, norm)),
         ("csr_gather_topk", (torch.randn(3, 6), norm, norm, ints, ints // 2, edges, allowed, 3)),
         ("csr_gather_topk", (torch.randn(3, 6), None, norm, ints, ints // 2, edges, None, 9)),
-        *((name, tuple(next(cases(name)))) for name in ("hstu_rows", "hstu_scores", "hstu_finish")),
+        *((name, tuple(next(hstu_cases(name)))) for name in ("hstu_rows", "hstu_scores", "hstu_finish")),
         ("beam_fork_", (torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 4), ints, 2)),
     ]
 
