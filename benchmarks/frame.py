@@ -35,6 +35,7 @@ BENCHES = {
     "kernels": "benchmarks.kernels",
     "twin": "benchmarks.twin",
     "store": "benchmarks.store",
+    "prepare": "benchmarks.prepare",
     "cascade": "benchmarks.cascade",
     "trunk": "benchmarks.trunk",
     "relay": "benchmarks.relay",

@@ -181,7 +181,7 @@ class Log:
         table = SourceTable(con, "log", self._source, self._names, self._wrap)
         table.load(show)
         table.take_rejects(rejects)
-        (self.num_rows,) = con.execute("SELECT count(*) FROM log WHERE reason = 0").fetchone()
+        ((self.num_rows,),) = con.execute("SELECT count(*) FROM log WHERE reason = 0").fetchall()
         self._check_rejected(rejects)
         self._give_codes("users", "user")
         self._give_codes("items", "item")

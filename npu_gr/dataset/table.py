@@ -82,7 +82,8 @@ class SourceTable:
         return name, n - self._starts[at] + self._source.first_number
 
     def _num_rows(self) -> int:
-        (found,) = self._con.execute(f"SELECT coalesce(max(rowid) + 1, 0) FROM {self._name}_rows").fetchone()
+        # All is fetched: a result that is not at its end blocks the next `register`.
+        ((found,),) = self._con.execute(f"SELECT coalesce(max(rowid) + 1, 0) FROM {self._name}_rows").fetchall()
         return int(found)
 
     def _read(self, path: Path, show: OnProgress) -> None:

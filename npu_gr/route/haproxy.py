@@ -371,8 +371,16 @@ def _priorities(*kinds: Kind[Any, Any]) -> str:
 
 
 def _full(material: Material) -> str:
-    """Send ranks to `patient` while an instance is full and the others are not."""
-    lines = [f"  acl full srv_conn_free(users/{one.name}) le 0" for one in _special(material)]
+    """Send ranks to `patient` while an instance is full and the others are not.
+
+    One that has just come back takes less than it says, in the measure of its weight (`slowstart`), and HAProxy does
+    not say how much: it counts as full.
+    """
+    lines = []
+    for one in _special(material):
+        lines.append(f"  acl full srv_conn_free(users/{one.name}) le 0")
+        if _weight(one) > 1:
+            lines.append(f"  acl full srv_weight(users/{one.name}) 1:{_weight(one) - 1}")
     return "\n".join([*lines, "  use_backend patient if follow !normal full { be_conn_free(users) gt 0 }"])
 
 
@@ -409,7 +417,11 @@ def _server(config: RouterConfig, material: Material, one: InstanceConfig) -> st
     number = ids(material.instances)[one.name]
     name = certified(config, one)  # whose certificate it must show
     tls = f" verifyhost {name} sni str({name}) check-sni {name}" if name else ""
-    return f"server {one.name} {at} id {number} weight {round(100 * one.weight)}{tls}"
+    return f"server {one.name} {at} id {number} weight {_weight(one)}{tls}"
+
+
+def _weight(one: InstanceConfig) -> int:
+    return round(100 * one.weight)
 
 
 def _agent(one: InstanceConfig) -> str:

@@ -109,10 +109,10 @@ class Course:
         """Count and log a request, and end its span, which has `attributes` too."""
         duration_s = time.monotonic() - call.whole_at
         stages_s = call.answer.stages_s if call.answer else {}
-        has_s = _NO_LIMIT_S
-        if call.kind is not None and not call.kind.must_finish:
-            is_over = isinstance(error, DeadlineExceeded) and call.until_at == _NO_LIMIT_S
-            has_s = 0.0 if is_over else call.until_at - call.whole_at
+        if call.kind is None or call.kind.must_finish or call.until_at == _NO_LIMIT_S:
+            has_s = 0.0 if isinstance(error, DeadlineExceeded) else _NO_LIMIT_S
+        else:
+            has_s = call.until_at - call.whole_at
         self.metrics.requests.done(
             call.kind.name if call.kind else None,
             call.route,

@@ -24,6 +24,7 @@ from benchmarks import (
     match,
     match_train,
     metrics,
+    prepare,
     protocols,
     rank,
     store,
@@ -35,7 +36,7 @@ from benchmarks.frame import Line
 from npu_gr.backend.calls import BiasTables, HstuCall
 from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.core.errors import ConfigError
+from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import to_table
 from npu_gr.model.config import HSTUConfig
 from tests.engine.kv.invariants import check_dram
@@ -296,3 +297,23 @@ def test_trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0].target == pytest.approx(1 / 1.5)
     with pytest.raises(ConfigError, match="needs recommend"):
         list(trunk.lines(written(), (), (40,), 0.05, 5, 0))
+
+
+def test_prepare_finds_what_sql_finds_before_a_figure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    found = list(prepare.lines(num_rows=2000, num_runs=1, before=root, parts=("gz", "parquet"), seed=0))
+    assert [(line.unit, line.baseline) for line in found[:7]] == [
+        *((unit, arm) for unit in ("rows/s", "rows/CPU s") for arm in ("DuckDB, 14 lines of SQL", "before")),
+        *(("MB at its peak", arm) for arm in ("the limit", "DuckDB, 14 lines of SQL", "before")),
+    ]
+    assert len(found) == 14
+    for line in found:
+        better = line.ours / line.baseline_value
+        assert line.ratio == pytest.approx(better if line.unit.startswith("rows") else 1 / better)
+        assert line.target is None or line.ok is not None
+    monkeypatch.setattr(prepare, "SQL", prepare.SQL.replace("SELECT count(*)", "SELECT 1 + count(*)"))
+    with pytest.raises(DataError, match="not the same events, users and items"):
+        list(prepare.lines(num_rows=100, num_runs=1, before=None, parts=("csv",), seed=0))
+    monkeypatch.setattr(prepare, "SQL", "raise ValueError('no such thing')")
+    with pytest.raises(DataError, match=r"log\.csv: ValueError: no such thing"):
+        list(prepare.lines(num_rows=100, num_runs=1, before=None, parts=("csv",), seed=0))

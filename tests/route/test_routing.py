@@ -122,6 +122,26 @@ async def test_a_rank_that_waits_for_a_frozen_instance_is_answered_by_another() 
         assert (await waits)[0] == 200
 
 
+async def test_a_rank_that_waits_for_an_instance_that_has_just_come_back_is_answered_by_another() -> None:
+    """It takes less at first than it says; a rank is there because its signal was."""
+    inflight = {"instance_inflight": 2}
+    health, relay = {"return_s": 60.0, "failures": 1000}, {"t_life_s": 60.0}
+    async with site(3, objective_s=0.2, health=health, limits=inflight, relay=relay) as s:
+        users = [user for user in (f"u{i}" for i in range(60)) if (await s.home(user)).name == "i0"]
+        back = s.fakes[0]
+        for status, state in ((503, "DOWN"), (200, "UP")):
+            back.ready_status = status
+
+            async def is_seen(state: str = state) -> bool:
+                return (await s.statuses())["i0"].startswith(state)
+
+            await until(is_seen)
+        back.delay_s = 0.5
+        answers = await asyncio.gather(*(s.post("rank", user) for user in users[:2]))
+        assert [status for status, _, _ in answers] == [200, 200]
+        assert back.most_inside == 1
+
+
 async def until_inside(fake: Fake) -> None:
     async def is_inside() -> bool:
         return fake.num_inside > 0
