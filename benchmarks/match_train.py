@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.frame import COUNT, SEED, Line, compared, option
 from npu_gr.train.judge import Graph
 from npu_gr.train.match.domains import MatchData, hold_out
-from npu_gr.train.match.options import MatchOptions
-from npu_gr.train.match.train import StageProgress, Trainer
+from npu_gr.train.match.train import MatchOptions, Trainer
+from npu_gr.train.steps import TrainingProgress
 
 OPTIONS = (
     option("--edges", default=1_000_000, type=click.IntRange(1000), help="Edges of both domains."),
@@ -74,6 +74,6 @@ def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph
     return Graph(edges // num_items, edges % num_items, num_users, num_items)
 
 
-def _note(ends_at: dict[str, list[float]], done: StageProgress) -> None:
+def _note(ends_at: dict[str, list[float]], done: TrainingProgress) -> None:
     if done.done < done.total:  # a stage is evaluated after its last step, which would count
-        ends_at.setdefault(done.stage, []).append(time.process_time())
+        ends_at.setdefault(done.stage.removeprefix("match: "), []).append(time.process_time())

@@ -6,6 +6,9 @@ The interval is of ours less the baseline's: a paired bootstrap that draws seeds
 below beyond it; a line with a floor says that ours reaches it.
 
   match    every ordered pair of folders with a train.txt that share users; HIT@10 and HIT@50 over all target items
+  match-ingredients
+           of the same pairs, HIT@50: each ingredient of SCCDR less what has all but it, and users who are new in the
+           target
   next     the next item of a log, leave-one-out, items of the history left out unless most next items are repeats;
            HR@10 and NDCG@10
   codes    the generator with given semantic IDs and with its own, all items, beside what others published of the log
@@ -16,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,24 +28,25 @@ import msgspec
 import numpy as np
 
 from benchmarks.frame import COUNT, FILE, THREADS, Line, compared, option
+from benchmarks.quality_match import INGREDIENTS, JOINT_SVD, POPULARITY, SCCDR, SERVED, fitted_ranks, newcomer_ranks
+from benchmarks.sasrec import SASRec, SASRecOptions
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.dataset import read_log
 from npu_gr.features.interactions import Interactions, movielens_100k, read_item_features
-from npu_gr.train.baselines.sasrec import SASRec, SASRecOptions
 from npu_gr.train.data import build_log
 from npu_gr.train.generate.train import BEAUTY, BEAUTY_GIVEN, MOVIELENS, SPLIT, GenerateOptions, train_generator
 from npu_gr.train.generate.train import QUICK as QUICK_GENERATOR
-from npu_gr.train.match.arms import BASELINES, EXPORT, POPULARITY, SCCDR, Bench
-from npu_gr.train.match.domains import Domains, read_domains, split
-from npu_gr.train.match.options import MatchOptions
-from npu_gr.train.metrics import F64, hits, ndcg_of_each
-from npu_gr.train.next_item import NextItemRanks, difference, rank_next_items, sample_targets
+from npu_gr.train.match.domains import Domains, read_domains
+from npu_gr.train.match.joined import BASELINES
+from npu_gr.train.match.train import MatchOptions
+from npu_gr.train.metrics import F64, difference, hits, ndcg_of_each
+from npu_gr.train.next_item import NextItemRanks, rank_next_items, sample_targets
 from npu_gr.train.rank.options import PRESETS, TrainOptions
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.retrieve import RetrieveOptions, train_retriever
 from npu_gr.train.site.configuration import options_for
 
-PARTS = ("match", "next", "codes", "cold")
+PARTS = ("match", "match-ingredients", "next", "codes", "cold")
 OPTIONS = (
     option("--pairs", type=FILE, help="Folder with a folder of train.txt, perhaps test.txt, for each domain."),
     option("--log", "logs", multiple=True, type=FILE, help="Of the next item, MovieLens-100K if absent; repeatable."),
@@ -52,18 +56,30 @@ OPTIONS = (
         "parts",
         multiple=True,
         type=click.Choice(PARTS),
-        help="Run these parts; cold runs only if it is named.",
+        help="Run these parts; match-ingredients and cold run only if they are named.",
     ),
     option("--seeds", default=3, type=COUNT, help="Trainings of each model."),
     option("--quick", is_flag=True, help="One seed and few steps: shows that everything runs, in minutes."),
     THREADS,
 )
-DENSITY = 0.4  # share of the target's edges that matching is trained on
-NUM_VALIDATION = 2000
 # (source, target) of DisenCDR's folders -> what is served: HIT@10 and HIT@50, and HIT@50 of SCCDR alone
 MATCH_FLOORS = {
     ("sport_phone", "phone_sport"): (0.050, 0.130, 0.122),
     ("phone_sport", "sport_phone"): (0.042, 0.090, 0.080),
+}
+
+# (users, items, events) of a public log -> HR@10 that others have measured on it by this protocol
+PUBLISHED = {
+    (943, 1682, 100_000): {  # MovieLens-100K
+        "earlier: SASRec, d 64, 2 layers": 0.141,
+        "earlier: HSTU, same size": 0.135,
+        "earlier: 3-level decoder, beam 50": 0.117,
+    },
+    (22_363, 12_101, 198_502): {  # Amazon Beauty, with the codes of github.com/NonameUntitled/tiger
+        "published: SASRec": 0.0516,
+        "published: TIGER": 0.0582,
+        "earlier: SASRec-like": 0.0444,
+    },
 }
 
 METRICS: dict[str, Callable[[F64], F64]] = {
@@ -141,7 +157,11 @@ def lines(
     """
     from benchmarks.quality_cold import cold_lines, warm_lines
 
-    for name, folder in (("--pairs for match", pairs), ("--codes for codes", codes)):
+    for name, folder in (
+        ("--pairs for match", pairs),
+        ("--pairs for match-ingredients", pairs),
+        ("--codes for codes", codes),
+    ):
         if folder is None and name.rpartition(" ")[2] in parts:
             raise ConfigError(f"bench quality: needs {name}")
     effort = QUICK if quick else replace(FULL, seeds=tuple(range(seeds)))
@@ -151,7 +171,9 @@ def lines(
         yield from cold_lines(read_log(path), features, path.name, effort.rank, effort.generate)
         yield from warm_lines(read_log(path), features, path.name, effort.rank, effort.seeds)
     if pairs is not None and (not parts or "match" in parts):
-        yield from match_lines(pairs, effort)
+        yield from match_lines(pairs, effort, _pair_lines)
+    if pairs is not None and "match-ingredients" in parts:
+        yield from match_lines(pairs, effort, _ingredient_lines)
     if not parts or "next" in parts:
         for log in logs or (movielens_100k(),):
             yield from next_lines(read_log(log), log.name, effort)
@@ -159,12 +181,15 @@ def lines(
         yield from codes_lines(read_log(codes / "inter.json"), codes / "index_rqvae.json", codes.name, effort)
 
 
-def match_lines(folder: Path, effort: Effort) -> Iterator[Line]:
-    """Matching: what is served, and SCCDR alone.
+def match_lines(
+    folder: Path, effort: Effort, of_pair: Callable[[tuple[str, str], Domains, Effort], Iterator[Line]]
+) -> Iterator[Line]:
+    """Compare models of matching on every ordered pair.
 
     Args:
         folder: has a folder with `train.txt` and perhaps `test.txt` for each domain.
         effort: of the trainings.
+        of_pair: the lines of a pair.
 
     Raises:
         DataError: no two of the domains share users.
@@ -182,32 +207,45 @@ def match_lines(folder: Path, effort: Effort) -> Iterator[Line]:
                 continue
             raise
         found = True
-        yield from _pair_lines(f"match {source} -> {target}", domains, effort, MATCH_FLOORS.get((source, target)))
+        yield from of_pair((source, target), domains, effort)
     if not found:
         raise DataError(f"{folder}: no two folders with a train.txt that share users")
 
 
-def _pair_lines(
-    case: str, domains: Domains, effort: Effort, floors: tuple[float, float, float] | None
-) -> Iterator[Line]:
+def _pair_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iterator[Line]:
+    """What is served, and SCCDR alone."""
+    case = f"match {pair[0]} -> {pair[1]}"
     judges = {"": domains.judge(), ", twins too": domains.judge_with_twins()}
-    ranks: dict[str, dict[str, list[F64]]] = {kind: {} for kind in judges}
-    for seed in effort.seeds:
-        bench = Bench(split(domains, DENSITY, NUM_VALIDATION, seed), effort.match, seed)
-        for arm in (POPULARITY, *BASELINES, SCCDR, EXPORT):
-            if (fitted := bench.fit(arm)) is not None:
-                for kind, judge in judges.items():
-                    ranks[kind].setdefault(arm, []).append(judge.ranks_by(fitted.scores))
+    arms = (POPULARITY, *BASELINES, SCCDR, SERVED)
+    ranks = fitted_ranks(domains, effort.match, effort.seeds, arms, judges)
     for kind, found in ranks.items():
         simple = {arm: rows for arm, rows in found.items() if arm in BASELINES or arm == POPULARITY}
         for name in ("HIT@10", "HIT@50"):
-            yield _line(f"{case}{kind}: served", name, found[EXPORT], simple)
-    served, alone = ranks[""][EXPORT], ranks[""][SCCDR]
+            yield _line(f"{case}{kind}: served", name, found[SERVED], simple)
+    served, alone = ranks[""][SERVED], ranks[""][SCCDR]
     yield _line(f"{case}: SCCDR alone", "HIT@50", alone, {POPULARITY: ranks[""][POPULARITY]})
-    if floors is not None:
+    if (floors := MATCH_FLOORS.get(pair)) is not None:
         yield _floor_line(f"{case}: served", "HIT@10", served, "the floor", floors[0])
         yield _floor_line(f"{case}: served", "HIT@50", served, "the floor", floors[1])
         yield _floor_line(f"{case}: SCCDR alone", "HIT@50", alone, "the floor", floors[2])
+
+
+def _ingredient_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iterator[Line]:
+    """What each ingredient brings, of all tested users and of newcomers."""
+    case = f"match {pair[0]} -> {pair[1]}"
+    arms = (POPULARITY, *INGREDIENTS, SERVED)
+    found = fitted_ranks(domains, effort.match, effort.seeds, arms, {"": domains.judge()})[""]
+    for less, ours in pairwise(arms):
+        yield _line(f"{case}: {ours}", "HIT@50", found[ours], {less: found[less]})
+    found = newcomer_ranks(domains, effort.match, effort.seeds)
+    for ours, less in (
+        (SERVED, POPULARITY),
+        (SERVED, JOINT_SVD),
+        ("separated", POPULARITY),
+        ("+ stop-gradient", "separated"),
+        (SCCDR, "+ stop-gradient"),
+    ):
+        yield _line(f"{case}: newcomers, {ours}", "HIT@50", found[ours], {less: found[less]})
 
 
 def next_lines(interactions: Interactions, case: str, effort: Effort) -> Iterator[Line]:
@@ -250,12 +288,12 @@ def _sasrec(interactions: Interactions, effort: Effort, seed: int) -> NextItemRa
 
 def _retrieved(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
     report = train_retriever(interactions, msgspec.structs.replace(effort.retrieve, seed=seed)).report
-    return report.vectors.ranks, {row.model: row.ranks for row in report.baselines}
+    return report.own.ranks, {row.model: row.ranks for row in report.baselines}
 
 
 def _generated(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
     report = train_generator(interactions, [], msgspec.structs.replace(effort.generate, seed=seed)).report
-    return report.generator.ranks, {row.model: row.ranks for row in report.baselines}
+    return report.own.ranks, {row.model: row.ranks for row in report.baselines}
 
 
 def _ranked(interactions: Interactions, effort: Effort, seed: int) -> _Compared:
@@ -277,14 +315,13 @@ def codes_lines(interactions: Interactions, codes: Path, case: str, effort: Effo
     for kind, path, of_kind in ways:
         options = msgspec.structs.replace(of_kind, seed=effort.seeds[0], code_count=own_count)
         report = train_generator(interactions, [], options, path).report
-        ours = [report.generator.ranks.overall]
+        ours = [report.own.ranks.overall]
         simple = {row.model: [row.ranks.overall] for row in report.baselines}
         for name in ("HR@10", "NDCG@10"):
             yield _line(f"codes {case}: train generate, {kind}, all items", name, ours, simple)
-        for row in report.published if options.test_users >= len(interactions.user_names) else ():
-            yield _floor_line(
-                f"codes {case}: train generate, {kind}, all items", "HR@10", ours, row.model, row.hr_at_10
-            )
+        size = (len(interactions.user_names), len(np.unique(interactions.items)), len(interactions))
+        for model, floor in PUBLISHED.get(size, {}).items() if options.test_users >= size[0] else ():
+            yield _floor_line(f"codes {case}: train generate, {kind}, all items", "HR@10", ours, model, floor)
 
 
 def _line(case: str, name: str, ours: list[F64], baselines: Ranks) -> Line:

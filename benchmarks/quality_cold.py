@@ -38,16 +38,24 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.data import InteractionLog, NextItem, build_log, to_train_on
 from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, item_vectors, residual_codes
-from npu_gr.train.generate.retrieval import GeneratorJudge
-from npu_gr.train.generate.train import COMPANY_WINDOW, SPLIT, GenerateOptions, train_generator
-from npu_gr.train.metrics import F64, auc, hits, ndcg_of_each
-from npu_gr.train.next_item import Difference, difference, difference_of_auc, difference_of_users, sample_targets
+from npu_gr.train.generate.train import COMPANY_WINDOW, SPLIT, GenerateOptions, GeneratorJudge, train_generator
+from npu_gr.train.metrics import (
+    F64,
+    Difference,
+    auc,
+    difference,
+    difference_of_auc,
+    difference_of_users,
+    hits,
+    ndcg_of_each,
+)
+from npu_gr.train.next_item import sample_targets
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.losses import user_vectors
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.order import NUM_FOLLOWERS, ItemList, ListSizes, retrieved_lists
 from npu_gr.train.rank.train import train_rank
-from npu_gr.train.rank.validation import user_vectors
 
 COLD_RATIO = 0.1  # of the items
 MAX_TARGETS = 1000  # events with cold items behind HR@10

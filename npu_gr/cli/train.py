@@ -79,7 +79,7 @@ def _site_presets() -> Presets:
 
 
 def _match_presets() -> Presets:
-    from npu_gr.train.match.options import MatchOptions
+    from npu_gr.train.match.train import MatchOptions
 
     return {"sccdr": MatchOptions()}
 
@@ -273,13 +273,10 @@ def train_retrieve(
 @click.argument("source", type=FILE)
 @click.argument("target", type=FILE)
 @click.option("--test", type=FILE, help="Test edges of the target; without it, one edge of each user is held out.")
-@click.option("--out", required=True, type=FILE, help="Folder of the vectors, or of an ablation's records.")
-@click.option("--preset", default="sccdr", show_default=True, help="sccdr, or another arm of the ablation by name.")
+@click.option("--out", required=True, type=FILE, help="Folder of the vectors.")
 @_override(_match_presets)
-@click.option("--density", "densities", multiple=True, type=float, help="Share of the target's edges; repeatable.")
+@click.option("--density", default=1.0, show_default=True, help="Share of the target's edges to train on.")
 @click.option("--num-validation", default=2000, show_default=True, help="Validate on at most so many users.")
-@click.option("--ablate", "is_ablation", is_flag=True, help="Run every arm, seed and density, and write the table.")
-@click.option("--seeds", default=5, show_default=True, type=click.IntRange(1), help="Of an ablation.")
 @click.option("--user-column", default="user_id", show_default=True)
 @click.option("--item-column", default="item_id", show_default=True)
 @click.option("--tenant", default="", show_default=True, help="Of all users in the files.")
@@ -290,34 +287,27 @@ def train_match(
     target: Path,
     test: Path | None,
     out: Path,
-    preset: str,
     overrides: tuple[str, ...],
-    densities: tuple[float, ...],
+    density: float,
     num_validation: int,
-    is_ablation: bool,
-    seeds: int,
     threads: int,
     **columns: Any,
 ) -> None:
     """Train SCCDR from the interactions of a SOURCE and a TARGET domain that share users.
 
-    Files are TSV (user, item), RecBole atomic files or JSONL. After an interruption, the same command goes on.
+    Files are TSV (user, item), RecBole atomic files or JSONL.
     """
     import torch
     from rich.console import Console
 
-    from npu_gr.train.match.command import run_ablation, run_training
     from npu_gr.train.match.domains import read_domains
+    from npu_gr.train.match.joined import run_training
 
     torch.set_num_threads(threads)
     if columns["tenant"] and columns["tenant_column"]:
         raise click.UsageError("--tenant and --tenant-column exclude each other")
     domains = read_domains(source, target, test, **columns)
-    console = Console()
-    if is_ablation:
-        run_ablation(domains, out, overrides, densities or (0.4, 1.0), seeds, num_validation, console)
-    else:
-        run_training(domains, out, preset, overrides, (densities or (1.0,))[0], num_validation, console)
+    run_training(domains, out, overrides, density, num_validation, Console())
 
 
 def _settings(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:

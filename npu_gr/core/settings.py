@@ -71,6 +71,17 @@ GONE: dict[str, str] = {
     "server.max_connections": "the limit of a proxy: `npu-gr route`, or the system's limit of open files",
     "server.header_timeout_s": "the proxy closes connections that send their headers slowly (`npu-gr route`)",
     "server.write_timeout_s": "the proxy closes connections that do not read their answer (`npu-gr route`)",
+    # `npu-gr train match`
+    "users": "nothing: each domain has user embeddings of its own",
+    "initialise": "nothing: the target's users start at their source vectors",
+    "aligned": "schedule: initialised has no inter-domain loss, separated has both",
+    "neighbour": "schedule: initialised has no inter-domain loss, separated has both",
+    "prior": "nothing: each item's popularity is added to its logits",
+    "encoder": "nothing: it is GraphSAGE, which starts as LightGCN",
+    "norm": "nothing: neighbours count by the roots of both degrees",
+    "activation": "nothing: the encoder is linear",
+    "negative_power": "nothing: negatives are drawn evenly",
+    "export": "nothing: what is served joins the joint SVD, SCCDR and popularity",
 }
 
 

@@ -27,6 +27,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import RequestError, StoreFailed, StoreFault, Unprocessable
@@ -132,15 +133,15 @@ class StoreObserver(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """One call: it is reported once, at its end or at its time limit."""
 
-    def __init__(self, operation: str, began_at: float, era: int, answer: asyncio.Future[Any]) -> None:
-        self.operation = operation
-        self.began_at = began_at
-        self.era = era
-        self.answer = answer
-        self.is_reported = False
+    operation: str
+    began_at: float
+    era: int
+    answer: asyncio.Future[Any]
+    is_reported: bool = False
 
 
 class Lane:

@@ -86,14 +86,8 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RecordOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Record this share of the users for so long."""
 
-    sample_ratio: float = 1.0
-    duration_s: float | None = 3600.0  # null = until it is switched off
-
-    def __post_init__(self) -> None:
-        if not 0 < self.sample_ratio <= 1:
-            raise ValueError(f"sample_ratio: {self.sample_ratio} is not in 0 .. 1")
-        if self.duration_s is not None and not 0 < self.duration_s <= 1e7:
-            raise ValueError(f"duration_s: {self.duration_s} is not in 0 .. 10,000,000")
+    sample_ratio: _Share = 1.0
+    duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e7)] | None = 3600.0  # null = until it is switched off
 
 
 class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):

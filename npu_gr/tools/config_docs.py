@@ -225,7 +225,7 @@ def _processes() -> Iterator[str]:
 
 def _trainers() -> Iterator[str]:
     from npu_gr.train.generate.train import GenerateOptions
-    from npu_gr.train.match.options import MatchOptions
+    from npu_gr.train.match.train import MatchOptions
     from npu_gr.train.rank.options import TrainOptions
     from npu_gr.train.site.configuration import SiteOptions
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.features.interactions import Interactions
-from npu_gr.train.metrics import F64, hit_ratio, hits, ndcg, ndcg_of_each
-from npu_gr.train.next_item import MANY_REPEATS, Difference, difference_of_users
+from npu_gr.train.metrics import F64, Difference, difference_of_users, hit_ratio, hits, ndcg, ndcg_of_each
+from npu_gr.train.next_item import MANY_REPEATS
 
 TOP = 10
 CHANCE = 0.05  # of taking another way than the configured one where none is better

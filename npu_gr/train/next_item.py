@@ -1,4 +1,4 @@
-"""Rank the next item of each user among the whole catalogue: the protocol of the ranker and of the baselines.
+"""Rank the next item of each user among the whole catalogue: the protocol of every trainer and of the baselines.
 
 The next item is that of the event right after a user's trained ones. No negatives are sampled: every item competes.
 "Unseen" ranks leave out the items of the user's history, as a request that denies them does; the next item itself
@@ -9,18 +9,29 @@ items are repeats, and by the unseen ones if not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
+from rich.table import Table
 
-from npu_gr.core.arrays import I64
-from npu_gr.train.data import Bools, InteractionLog, NextItem
-from npu_gr.train.metrics import F64, auc, auc_terms, hit_ratio, hits, ndcg, ndcg_of_each, rank_of
+from npu_gr.train.data import Bools, InteractionLog, NextItem, what_stands
+from npu_gr.train.metrics import (
+    F64,
+    NAN,
+    Difference,
+    cells,
+    difference_of_users,
+    hit_ratio,
+    hits,
+    known,
+    ndcg,
+    ndcg_of_each,
+    rank_of,
+)
 
+K = 10
 MANY_REPEATS = 0.5  # share of repeats above which unseen items say too little to judge by
 
 
@@ -78,91 +89,6 @@ def rank_next_items(log: InteractionLog, targets: Sequence[NextItem], scores: It
         others[history[history != item]] = -np.inf
         unseen[index] = rank_of(others, item)
     return NextItemRanks(overall, unseen, is_repeat)
-
-
-REPLICATES = 10_000
-NORMAL = 1.96  # deviations on each side that hold 95 % of a normal distribution
-K = 10
-_BLOCK = 250  # replicates at a time
-
-
-class Difference(NamedTuple):
-    """The difference of two means; `low` .. `high` is its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-    p: float  # two-sided; at least 1 / REPLICATES
-
-
-def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], seed: int = 0) -> Difference:
-    """Compare ours with theirs. Every replicate resamples seeds and users, so the interval holds the noise of both.
-
-    Args:
-        ours: [seeds, users] a metric of each user under each seed.
-        theirs: the same metric, with the same seeds and users in the same order.
-        seed: of the bootstrap.
-
-    Returns:
-        Ours less theirs.
-    """
-    gap = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
-    num_seeds, num_users = gap.shape
-    random = np.random.default_rng(seed)
-    means = np.empty(REPLICATES)
-    for start in range(0, REPLICATES, _BLOCK):
-        users = random.multinomial(num_users, np.full(num_users, 1 / num_users), _BLOCK)
-        seeds = random.multinomial(num_seeds, np.full(num_seeds, 1 / num_seeds), _BLOCK)
-        means[start : start + _BLOCK] = ((users @ gap.T) * seeds).sum(1) / (num_users * num_seeds)
-    return _difference(float(gap.mean()), means)
-
-
-def difference_of_users(ours: F64, theirs: F64, seed: int = 0) -> Difference:
-    """Compare one training of each model. Every replicate resamples users.
-
-    Users with the same gap are drawn together, so a million users cost what a thousand do.
-
-    Args:
-        ours: [users] a metric of each user, which takes few distinct values.
-        theirs: the same metric of the same users.
-        seed: of the bootstrap.
-
-    Returns:
-        Ours less theirs.
-    """
-    gaps, counts = np.unique(ours - theirs, return_counts=True)
-    drawn = np.random.default_rng(seed).multinomial(len(ours), counts / len(ours), REPLICATES)
-    return _difference(float((ours - theirs).mean()), drawn @ gaps / len(ours))
-
-
-def _difference(mean: float, means: F64) -> Difference:
-    low, high = np.quantile(means, [0.025, 0.975])
-    p = 2 * min((means <= 0).mean(), (means >= 0).mean())
-    return Difference(mean, float(low), float(high), float(min(1.0, max(p, 1 / REPLICATES))))
-
-
-def difference_of_auc(ours: F64, theirs: F64 | None, labels: npt.NDArray[np.bool_], users: I64) -> Difference | None:
-    """Compare two AUCs of the same events, or one with 0. A user's events depend on each other, so users are counted.
-
-    Args:
-        ours: [n] a score of each event.
-        theirs: the same of another model; None = ours alone.
-        labels: [n], True = positive.
-        users: [n] whose event each is.
-
-    Returns:
-        Ours less theirs, with the interval of a normal distribution; None = a label has no event.
-    """
-    if labels.all() or not labels.any():
-        return None
-    mean = auc(ours, labels)
-    terms = auc_terms(ours, labels)
-    if theirs is not None:
-        mean -= auc(theirs, labels)
-        terms = terms - auc_terms(theirs, labels)
-    deviation = float(np.sqrt(np.square(np.bincount(users, terms)).sum()))
-    p = math.erfc(abs(mean) / deviation / math.sqrt(2)) if deviation else float(mean == 0)
-    return Difference(mean, mean - NORMAL * deviation, mean + NORMAL * deviation, max(p, 1 / REPLICATES))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,3 +196,129 @@ def _is_better(differences: Mapping[str, Difference]) -> bool:
     """Whether a model is better beyond the interval by a figure, and worse by none."""
     found = differences.values()
     return any(figure.low > 0 for figure in found) and all(figure.high > 0 for figure in found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalFigures:
+    """One model's figures. NaN = the model does not have that figure."""
+
+    model: str
+    num_users: int  # behind the figures
+    hr_at_10: float
+    ndcg_at_10: float
+    hr_at_50: float
+    hr_at_10_unseen: float = NAN
+    ndcg_at_10_unseen: float = NAN
+    invalid_ratio: float = NAN  # share of the answered items that the catalogue lacks
+    ranks: NextItemRanks = field(default=NO_RANKS, repr=False, compare=False)  # behind the figures
+
+    @classmethod
+    def from_ranks(cls, ranks: NextItemRanks, model: str, invalid_ratio: float = NAN) -> RetrievalFigures:
+        """Compute the figures of a model.
+
+        Args:
+            ranks: of each user's next item; inf = it was not found, and no `unseen` ones = not measured.
+            model: name.
+            invalid_ratio: share of the answered items that the catalogue lacks.
+        """
+        overall, unseen, _ = ranks
+        if not len(overall):
+            return cls(model=model, num_users=0, hr_at_10=NAN, ndcg_at_10=NAN, hr_at_50=NAN)
+        return cls(
+            model=model,
+            num_users=len(overall),
+            hr_at_10=hit_ratio(overall, 10),
+            ndcg_at_10=ndcg(overall, 10),
+            hr_at_50=hit_ratio(overall, 50),
+            hr_at_10_unseen=hit_ratio(unseen, 10) if len(unseen) else NAN,
+            ndcg_at_10_unseen=ndcg(unseen, 10) if len(unseen) else NAN,
+            invalid_ratio=invalid_ratio,
+            ranks=ranks,
+        )
+
+    @property
+    def interval(self) -> float:
+        """Half the width of HR@10's 95 % confidence interval, by the normal approximation."""
+        return float(1.96 * np.sqrt(self.hr_at_10 * (1 - self.hr_at_10) / max(self.num_users, 1)))
+
+
+class Baseline(Protocol):
+    """A baseline, fitted to the trained events of a log."""
+
+    name: str
+
+    def liking(self, log: InteractionLog) -> F64 | None:
+        """Score how much the user likes the item of each event of the log, from the user's events before it.
+
+        Returns:
+            float64 [n]; None = the baseline does not predict ratings.
+        """
+        ...
+
+    def next_items(self, log: InteractionLog, user: int) -> F64:
+        """Score each item as the one after the user's trained events, float64 [num_items]."""
+        ...
+
+
+def baseline_figures(log: InteractionLog, targets: Sequence[NextItem], baseline: Baseline) -> RetrievalFigures:
+    """Evaluate a baseline.
+
+    Args:
+        log: with the users' histories.
+        targets: the next items to rank.
+        baseline: fitted to the log.
+    """
+    ranks = rank_next_items(log, targets, (baseline.next_items(log, user) for user, _ in targets))
+    return RetrievalFigures.from_ranks(ranks, baseline.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalReport:
+    """A model's figures beside the baselines'."""
+
+    num_trained: int  # events that the evaluated model was trained on
+    num_served: int  # the same of the served one
+    own: RetrievalFigures
+    baselines: tuple[RetrievalFigures, ...]
+    left_out: tuple[str, ...] = ()  # why other baselines are not among them
+    made: str = ""  # what the model was made of, in words
+    chosen: dict[str, Any] = field(default_factory=dict)  # what the validation chose, and its figures, by name
+
+    def comparison(self) -> BaselineComparison | None:
+        """Compare the model with the strongest baseline; None = there is no user to compare on."""
+        return compare(self.own.model, self.own.ranks, {row.model: row.ranks for row in self.baselines})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Turn the report into plain types for JSON; leave out figures that a model does not have."""
+        comparison = self.comparison()
+        return {
+            "num_trained": self.num_trained,
+            "num_served": self.num_served,
+            **self.chosen,
+            "test": known(asdict(self.own)),
+            "baselines": [known(asdict(row)) for row in self.baselines],
+            "comparison": None if comparison is None else comparison.as_dict(),
+        }
+
+    def text(self) -> str:
+        """Say in words what was chosen, and how the model stands beside the strongest baseline."""
+        comparison = self.comparison()
+        words = "no user has a next item to compare on" if comparison is None else comparison.text()
+        return "\n".join([*filter(None, [self.made]), *self.left_out, words])
+
+    def table(self) -> Table:
+        """Lay the figures out for a terminal."""
+        columns = {"HR@10": "hr_at_10", "NDCG@10": "ndcg_at_10", "HR@50": "hr_at_50"}
+        columns |= {"HR@10 unseen": "hr_at_10_unseen", "NDCG@10 unseen": "ndcg_at_10_unseen"}
+        if self.own.invalid_ratio == self.own.invalid_ratio:
+            columns |= {"invalid": "invalid_ratio"}
+        table = Table(
+            "model",
+            *columns,
+            title=what_stands("leave-one-out", self.num_trained, self.num_served),
+            caption=f"whole catalogue, {self.own.num_users} users; 95 % interval of the HR@10 of {self.own.model}: "
+            f"+-{self.own.interval:.4f}",
+        )
+        for row in (*self.baselines, self.own):
+            table.add_row(row.model, *cells(getattr(row, name) for name in columns.values()))
+        return table

@@ -28,15 +28,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
-from rich.table import Table
 from torch import Tensor
 
 from npu_gr.core.arrays import F32, I64
@@ -46,10 +44,15 @@ from npu_gr.features.interactions import Interactions
 from npu_gr.matching.fold import Folding
 from npu_gr.matching.vectors import Vectors
 from npu_gr.train.baselines import fit_baselines
-from npu_gr.train.data import InteractionLog, NextItem, Split, build_log, what_stands
-from npu_gr.train.generate.retrieval import RetrievalFigures, baseline_figures
-from npu_gr.train.metrics import F64, cells, known, ndcg
-from npu_gr.train.next_item import BaselineComparison, compare, rank_next_items, sample_targets
+from npu_gr.train.data import InteractionLog, NextItem, Split, build_log
+from npu_gr.train.metrics import F64, known, ndcg
+from npu_gr.train.next_item import (
+    RetrievalFigures,
+    RetrievalReport,
+    baseline_figures,
+    rank_next_items,
+    sample_targets,
+)
 from npu_gr.train.options import Seed
 from npu_gr.train.steps import TrainingProgress
 
@@ -84,61 +87,11 @@ class RetrieveOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetrieveReport:
-    """What was chosen, and the figures of it beside the baselines'."""
-
-    settings: Settings
-    num_trained: int  # events behind the evaluated vectors
-    num_served: int  # events behind the served ones
-    validation_ndcg: float  # NDCG@10 of unseen items, or of all where most next items are repeats
-    vectors: RetrievalFigures
-    baselines: tuple[RetrievalFigures, ...]
-    left_out: tuple[str, ...]  # why others are not among the baselines
-
-    def comparison(self) -> BaselineComparison | None:
-        """Compare the vectors with the strongest baseline; None = there is no user to compare on."""
-        return compare(self.vectors.model, self.vectors.ranks, {row.model: row.ranks for row in self.baselines})
-
-    def as_dict(self) -> dict[str, Any]:
-        """Turn the report into plain types for JSON."""
-        comparison = self.comparison()
-        return {
-            "settings": self.settings._asdict(),
-            "num_trained": self.num_trained,
-            "num_served": self.num_served,
-            "validation_ndcg_at_10": self.validation_ndcg,
-            "test": known(asdict(self.vectors)),
-            "baselines": [known(asdict(row)) for row in self.baselines],
-            "comparison": None if comparison is None else comparison.as_dict(),
-        }
-
-    def text(self) -> str:
-        """Say in words what was chosen, and how it stands beside the strongest baseline."""
-        comparison = self.comparison()
-        chosen = ", ".join(f"{name} {value:g}" for name, value in self.settings._asdict().items())
-        words = [f"chosen on the validation: {chosen}", *self.left_out]
-        return "\n".join(words if comparison is None else [*words, comparison.text()])
-
-    def table(self) -> Table:
-        """Lay the figures out for a terminal."""
-        table = Table(
-            "model",
-            *("HR@10", "NDCG@10", "HR@50", "HR@10 unseen", "NDCG@10 unseen"),
-            title=what_stands(SPLIT, self.num_trained, self.num_served),
-            caption=f"whole catalogue, {self.vectors.num_users} users",
-        )
-        for row in (*self.baselines, self.vectors):
-            unseen = (row.hr_at_10_unseen, row.ndcg_at_10_unseen)
-            table.add_row(row.model, *cells((row.hr_at_10, row.ndcg_at_10, row.hr_at_50, *unseen)))
-        return table
-
-
 class TrainedRetriever(NamedTuple):
     """Vectors to serve, and the figures of the evaluated ones."""
 
     vectors: Vectors
-    report: RetrieveReport
+    report: RetrievalReport
 
 
 class _Model(NamedTuple):
@@ -171,14 +124,15 @@ def train_retriever(
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
     told = _telling(_scores(log, model, targets), "vectors: evaluate", len(targets), progress)
     baselines = fit_baselines(log, SPLIT, options.seed)
-    report = RetrieveReport(
-        settings=settings,
+    words = ", ".join(f"{name} {value:g}" for name, value in settings._asdict().items())
+    report = RetrievalReport(
         num_trained=int(log.trained.sum()),
         num_served=len(log.items) if options.refit else int(log.trained.sum()),
-        validation_ndcg=validation_ndcg,
-        vectors=RetrievalFigures.from_ranks(rank_next_items(log, targets, told), NAME),
+        own=RetrievalFigures.from_ranks(rank_next_items(log, targets, told), NAME),
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
         left_out=baselines.left_out,
+        made=f"chosen on the validation: {words}",
+        chosen={"settings": settings._asdict(), "validation_ndcg_at_10": validation_ndcg},
     )
     users = [UserKey(tenant, name) for name in interactions.user_names]
     found = TrainedRetriever(_vectors(log, model, users, report), report)
@@ -253,13 +207,13 @@ def _telling(
         progress(TrainingProgress(stage, done, total))
 
 
-def _vectors(log: InteractionLog, model: _Model, users: list[UserKey], report: RetrieveReport) -> Vectors:
+def _vectors(log: InteractionLog, model: _Model, users: list[UserKey], report: RetrievalReport) -> Vectors:
     trained = log.trained
     has_any = log.num_trained > 0
     table = np.zeros((log.num_users, model.items.shape[1]), np.float32)
     for user in np.flatnonzero(has_any).tolist():
         table[user] = _user_vector(log, model, user)
-    figures = {f"{name}_unseen": getattr(report.vectors, f"{name}_unseen") for name in ("hr_at_10", "ndcg_at_10")}
+    figures = {f"{name}_unseen": getattr(report.own, f"{name}_unseen") for name in ("hr_at_10", "ndcg_at_10")}
     counts = {"num_trained": float(report.num_trained), "num_served": float(report.num_served)}
     return Vectors(
         user_keys=users,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Annotated, Generic, NamedTuple, TypeVar, cast
 
+import msgspec
 import torch
+from msgspec import Meta
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.settings import Count, Positive
+from npu_gr.train.options import Decay, Seed, Share
 
 LAST_BATCHES = 20  # steps whose mean loss is reported: one batch's loss is too noisy to read
 MAX_GRADIENT_NORM = 1.0
@@ -29,33 +34,32 @@ class TrainingProgress(NamedTuple):
     """How far a training is."""
 
     stage: str  # the model and what is done with it: "ranker: train", "ranker: evaluate", "ranker: refit"
-    done: float  # epochs, or users
+    done: float  # epochs, steps or users
     total: float
-    loss: float = float("nan")  # mean of the last batches
+    loss: float = float("nan")  # of the last batches
+    hit: float = -1.0  # best smooth HIT on the validation so far; -1 = none
 
 
-class StepOptions(Protocol):
-    """The options that `EpochTrainer` reads."""
+class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The options that trainers by epochs share."""
 
-    @property
-    def epochs(self) -> int:
-        """Passes over the log."""
-        ...
+    seed: Annotated[Seed, Meta(description="of everything that is drawn")] = 0
+    epochs: Annotated[Count, Meta(description="most passes over the log; the learning rate falls over all of them")] = (
+        16
+    )
+    learning_rate: Annotated[Positive, Meta(description="highest rate, at the end of the warm-up")] = 3e-3
+    warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.05
+    average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.995
+    refit: Annotated[
+        bool, Meta(description="after the evaluation, train the served model anew on all events, the newest included")
+    ] = True
 
-    @property
-    def learning_rate(self) -> float:
-        """Highest learning rate, reached at the end of the warm-up."""
-        ...
 
-    @property
-    def warm_up_ratio(self) -> float:
-        """Share of the steps with a rising learning rate."""
-        ...
+class BestEpoch(NamedTuple, Generic[M]):
+    """The result of a training."""
 
-    @property
-    def average_decay(self) -> float:
-        """Decay of the moving average of the weights; 0 = the average is the weights."""
-        ...
+    model: M  # with the moving average of the weights
+    num_epochs: int  # that it was trained for
 
 
 class EpochTrainer(Generic[M]):
@@ -107,6 +111,45 @@ class EpochTrainer(Generic[M]):
     def averaged(self) -> M:
         """A copy of the model with the moving average of its weights; the next step changes it."""
         return cast(M, self._averaged.module)
+
+    def fit(
+        self,
+        batches_of_epoch: Callable[[], Sequence[B]],
+        loss_of: Callable[[B], Tensor],
+        *,
+        score: Callable[[M], float] | None = None,
+        patience: int = 0,
+        validate_every: int = 1,
+        num_epochs: int | None = None,
+        gives_up: Callable[[int], bool] = lambda _: False,
+    ) -> BestEpoch[M]:
+        """Train for all epochs, or until the validation has no better score.
+
+        Args:
+            batches_of_epoch: draws the batches of the next epoch.
+            loss_of: differentiable loss of a batch, a scalar.
+            score: of the averaged model on the validation, 0 .. 1; the epoch with the best one is the result. None =
+                the last epoch is.
+            patience: validations without a best score that end the training; 0 = none do.
+            validate_every: epochs between two validations; the last epoch has one, too.
+            num_epochs: end after so many; the learning rate falls as if there were all. None = all.
+            gives_up: asked after every validation, with the number of epochs; True ends the training.
+
+        Raises:
+            DataError: the loss is not finite.
+        """
+        stopping = EarlyStopping(patience)
+        last = num_epochs or self._options.epochs
+        best = None
+        for done in range(1, last + 1):
+            self.run_epoch(done - 1, batches_of_epoch(), loss_of)
+            if score is None or (done % validate_every and done < last):
+                continue
+            if stopping.is_best(score(self.averaged.eval())):
+                best = BestEpoch(copy.deepcopy(self.averaged), done)
+            if stopping.is_over or gives_up(done):
+                break
+        return best or BestEpoch(self.averaged, last)
 
     def run_epoch(self, epoch: int, batches: Sequence[B], loss_of: Callable[[B], Tensor]) -> None:
         """Take one step a batch.
@@ -208,6 +251,8 @@ def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress],
                 tasks[step.stage] = bar.add_task(step.stage, total=step.total, loss="")
             latest[model] = step
             loss = "" if step.loss != step.loss else f"loss {step.loss:.4f}"
+            if step.hit >= 0:
+                loss += f", best smooth HIT {step.hit:.4f}"
             bar.update(tasks[step.stage], completed=step.done, loss=loss)
 
         yield show

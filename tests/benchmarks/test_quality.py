@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from benchmarks import quality, quality_cold
 from benchmarks.frame import bench
 from benchmarks.quality import QUICK, codes_lines, match_lines, next_lines
+from benchmarks.quality_match import INGREDIENTS, JOINT_SVD, POPULARITY, SERVED
+from benchmarks.sasrec import SASRecOptions
 from npu_gr.core.errors import DataError
-from npu_gr.train.baselines.sasrec import SASRecOptions
 from npu_gr.train.generate.train import GenerateOptions
 from npu_gr.train.next_item import NextItemRanks
 from npu_gr.train.rank.options import TrainOptions
@@ -54,7 +55,7 @@ def folder_of_domains(folder: Path) -> Path:
 
 def test_both_directions_of_a_pair_have_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "MATCH_FLOORS", {("one", "two"): (1e-9, 2.0, 1e-9)})
-    lines = list(match_lines(folder_of_domains(tmp_path), TINY))
+    lines = list(match_lines(folder_of_domains(tmp_path), TINY, quality._pair_lines))
     cases = [line.case for line in lines]
     for pair in ("one -> two", "two -> one"):
         for kind in ("", ", twins too"):
@@ -70,12 +71,31 @@ def test_both_directions_of_a_pair_have_every_line(tmp_path: Path, monkeypatch: 
             assert line.ok is (line.high >= 0)
 
 
+def test_ingredients_and_newcomers_have_their_lines(tmp_path: Path) -> None:
+    lines = [
+        line
+        for line in match_lines(folder_of_domains(tmp_path), TINY, quality._ingredient_lines)
+        if line.case.startswith("match one -> two: ")
+    ]
+    arms = [*INGREDIENTS, SERVED]
+    assert [(line.case.partition(": ")[2], line.baseline) for line in lines[: len(arms)]] == [
+        (f"{ours}, HIT@50", less) for less, ours in zip([POPULARITY, *INGREDIENTS], arms, strict=True)
+    ]
+    newcomers = {(line.case.partition("newcomers, ")[2], line.baseline): line for line in lines[len(arms) :]}
+    assert len(newcomers) == 5
+    # The taste is the source's: the SVD of both domains knows it, popularity does not.
+    served = newcomers["served, HIT@50", POPULARITY]
+    assert served.low is not None
+    assert served.low > 0
+    assert newcomers["served, HIT@50", JOINT_SVD].ours == served.ours
+
+
 def test_folders_that_share_nobody_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.txt").write_text(f"{name}\t1\n{name}\t2\n")
     with pytest.raises(DataError, match="no two folders with a train"):
-        list(match_lines(tmp_path, TINY))
+        list(match_lines(tmp_path, TINY, quality._pair_lines))
 
 
 def test_every_trainer_of_the_next_item_has_its_lines() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import ConfigError, Unavailable
-from npu_gr.features.embedded import EmbeddedStore
+from npu_gr.features.embedded import GroupWriter
 from npu_gr.server.access_log import MOST_DETAIL, AccessLog, Failure
 from npu_gr.server.config import ServerConfig
 from tests.models import events
@@ -63,7 +63,7 @@ async def test_only_slow_and_failed_requests_are_logged(tmp_path: Path, caplog: 
 async def test_a_failed_request_says_what_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A store whose disk is full: each line has what its caller was told, and the cause is a warning, not one each."""
 
-    async def full(_self: object, _work: object) -> None:
+    async def full(_self: object, _work: object, **_: object) -> None:
         try:
             raise sqlite3.OperationalError("database or disk is full")
         except sqlite3.Error as error:
@@ -73,7 +73,7 @@ async def test_a_failed_request_says_what_failed(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.INFO):
         async with serving(tmp_path) as (client, _):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(EmbeddedStore, "_submit", full)
+                patch.setattr(GroupWriter, "submit", full)
                 answers = [await client.post("/v1/events", json=body) for _ in range(20)]
             told = [(await answer.json())["detail"] for answer in answers]
             await client.post("/v1/rank", json={**RANK, "somebody": 1})

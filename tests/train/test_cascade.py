@@ -7,8 +7,7 @@ import json
 import numpy as np
 
 from npu_gr.train.cascade import CascadeWay, cascade_ways, choose_way, why
-from npu_gr.train.metrics import F64, ndcg, ndcg_of_each
-from npu_gr.train.next_item import difference_of_users
+from npu_gr.train.metrics import F64, difference_of_users, ndcg, ndcg_of_each
 
 MISSED = float("inf")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from npu_gr.train.metrics import auc
-from npu_gr.train.next_item import NO_RANKS, NextItemRanks, compare, difference, difference_of_auc, difference_of_users
+from npu_gr.train.metrics import auc, difference, difference_of_auc, difference_of_users
+from npu_gr.train.next_item import NO_RANKS, NextItemRanks, compare
 
 
 def ranks(share: float, num_users: int = 1000, unseen: float | None = None, repeats: float = 0.0) -> NextItemRanks:
@@ -83,3 +83,17 @@ def test_an_aucs_interval_is_that_of_users_drawn_again() -> None:
     assert difference_of_auc(ours, theirs, labels, users).p < 0.01  # type: ignore[union-attr]
     assert difference_of_auc(ours, ours, labels, users).mean == 0  # type: ignore[union-attr]
     assert difference_of_auc(ours, theirs, np.ones(1200, np.bool_), users) is None
+
+
+def test_the_interval_knows_a_difference_from_noise() -> None:
+    random = np.random.default_rng(0)
+    base = random.random((5, 2000)) < 0.1
+    better = base | (random.random((5, 2000)) < 0.03)
+    found = difference(better, base)
+    assert found.mean == pytest.approx((better.astype(float) - base).mean())
+    assert 0 < found.low < found.mean < found.high
+    assert found.p < 0.001
+    noise = difference(random.random((5, 2000)) < 0.1, base)
+    assert noise.low < 0 < noise.high
+    assert noise.p > 0.01
+    assert difference(base, base).p == 1

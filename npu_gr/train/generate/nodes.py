@@ -92,6 +92,22 @@ class NodeDecoder(nn.Module):
         return decoder
 
 
+class CodeLoss:
+    """The loss of a decoder over codes: cross-entropy of each code among the whole vocabulary."""
+
+    def __init__(self, codes: ItemCodes) -> None:
+        bases = Codebooks.stacked(codes.code_count).vocab_base
+        self._tokens = torch.from_numpy(codes.sids + np.array(bases, np.int64))  # [N, L]
+
+    def __call__(self, model: Decoder, batch: Batch, dropout_ratio: float) -> Tensor:
+        """Average the cross-entropy of every code but the first of each window; padding does not count."""
+        tokens = self._tokens
+        sequence = tokens[batch.items].flatten(1)  # [B, N * L]
+        counts = batch.valid.repeat_interleave(tokens.shape[1], dim=1)[:, 1:]
+        rows = encode(model, sequence[:, :-1], dropout_ratio)
+        return cross_entropy(next_logits(model, rows[counts]), sequence[:, 1:][counts])
+
+
 class SiblingLoss:
     """The loss of a decoder over nodes: cross-entropy of each node among those that share its parent."""
 

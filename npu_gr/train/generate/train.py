@@ -10,65 +10,57 @@ The validation chooses among the states of the training. Neither the validation 
 codes do not depend on them. Then the generator is refitted: codes and decoder are made anew of all events, with the
 same settings and as many epochs as the best state had. What is measured is the generator of the older events.
 
+Figures are of the next item over the whole catalogue, found by the search that serves. If the beams do not contain the
+next item, the generator has missed it.
+
 Deterministic: the same log, options and number of threads give the same bits.
-
-Vary a log from epoch to epoch: what is short and sparse is read in more ways than one.
-
-    skip    an event is left out, so the items around it follow each other
-    swap    an item gives place to another that followed the item before it, in anybody's history
-
-Histories of ten items say little, and a decoder soon knows them by heart. Counts of what follows what are then the
-strongest baseline there is; swaps are drawn from just these counts, so the decoder learns them too.
-
-Source: item dropout and substitution of correlated items as in CoSeRec (arXiv:2108.06479), which adds a contrastive
-loss; here the varied histories are simply trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
+from npu_gr.backend.cpu.backend import CPUBackend
+from npu_gr.catalogue.build import build_trie
+from npu_gr.catalogue.filters import Filter, allow_all, deny_items
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.core.arrays import F32
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.settings import Count, Positive
+from npu_gr.core.settings import Count
+from npu_gr.engine.beam_search import SearchOptions, Tables
+from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
+from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv.pages import PageRun
 from npu_gr.features.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.baselines import fit_baselines
-from npu_gr.train.data import Batch, InteractionLog, Split, batches, build_log, windows
+from npu_gr.train.data import Augmentation, Batch, InteractionLog, NextItem, Split, batches, build_log, windows
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
-from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, encode, next_logits, nodes_of, start
-from npu_gr.train.generate.retrieval import (
-    GeneratorJudge,
-    RetrievalFigures,
-    RetrievalReport,
-    baseline_figures,
-    published,
-)
-from npu_gr.train.next_item import NO_RANKS, sample_targets
-from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
-from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
+from npu_gr.train.generate.nodes import CodeLoss, NodeDecoder, SiblingLoss, nodes_of, start
+from npu_gr.train.metrics import F64, known
+from npu_gr.train.next_item import NextItemRanks, RetrievalFigures, RetrievalReport, baseline_figures, sample_targets
+from npu_gr.train.options import DropoutRatio, Share, Weight
+from npu_gr.train.steps import BestEpoch, EpochTrainer, StepOptions, TrainingProgress
 
 SPLIT: Split = "leave-one-out"
+MISSED = float("inf")  # rank of an item that no beam has found
+DECODER = "semantic-ID decoder"
 COMPANY_WINDOW = 5  # items at most so many events apart are neighbours
-M = TypeVar("M", bound=nn.Module)  # what is trained
 
 
-class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the result but the log, ready-made codes and the number of threads."""
 
-    seed: Annotated[Seed, Meta(description="of everything that is drawn: codes, weights, batches, test users")] = 0
-
+    epochs: Annotated[Count, Meta(description="most passes over the log")] = 30
     code_count: Annotated[tuple[Count, ...], Meta(min_length=1, description="codes of each level")] = (64, 64)
     vector_dim: Annotated[Count, Meta(description="most dimensions of the neighbours' part of an item vector")] = 64
 
@@ -85,10 +77,7 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     mlp_dim: Annotated[Count, Meta(description="hidden width of the MLP")] = 128
     history_items: Annotated[Count, Meta(description="newest items of a history that the model reads")] = 50
 
-    epochs: Annotated[Count, Meta(description="most passes over the log")] = 30
     batch_tokens: Annotated[Count, Meta(description="tokens of one step, padding included")] = 2048
-    learning_rate: Annotated[Positive, Meta(description="highest rate, at the end of the warm-up")] = 3e-3
-    warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.05
     dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.2
     skip_ratio: Annotated[DropoutRatio, Meta(description="share of the events that an epoch leaves out")] = 0.0
     swap_ratio: Annotated[
@@ -98,10 +87,6 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     code_length: Annotated[
         Weight, Meta(description="of the codes' embeddings at the start, which say what stands near what; 0 = random")
     ] = 0.0
-    average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.995
-    refit: Annotated[
-        bool, Meta(description="after the evaluation, train the served model anew on all events, the newest included")
-    ] = True
 
     beam_width: Annotated[int, Meta(ge=50, le=1024, description="beams of the validation and the test")] = 50
     validate_every: Annotated[Count, Meta(description="epochs between two validations")] = 5
@@ -165,9 +150,16 @@ def train_generator(
     log = build_log(interactions, features, SPLIT)
     trained = log.only_trained(SPLIT)
     codes = _codes(trained, features, options, codes_path)
-    model = _new_model(trained, codes, options)
     judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
-    epochs, validation = _fit(model, trained, codes, judge, options, progress)
+    validated = sample_targets(trained.next_items(), options.validation_users, options.seed)
+    validations: list[RetrievalFigures] = []
+
+    def score(decoder: Decoder) -> float:
+        validations.append(judge.judge(decoder, trained, validated))
+        return validations[-1].ndcg_at_10
+
+    model, epochs = _fit(trained, codes, options, "generator: train", progress, score)
+    validation = max(validations, key=lambda figures: figures.ndcg_at_10)
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
 
     def show(done: int, total: int) -> None:
@@ -178,12 +170,11 @@ def train_generator(
     report = RetrievalReport(
         num_trained=int(trained.trained.sum()),
         num_served=len(log.items) if options.refit else int(trained.trained.sum()),
-        generator=test,
-        validation=validation,
+        own=test,
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
         left_out=baselines.left_out,
-        published=published(log),
-        codes=codes.text(),
+        made=codes.text(),
+        chosen={"codes": codes.text(), "validation": known(asdict(validation))},
     )
     found = TrainedGenerator(model, log, codes, report)
     evaluated(found)
@@ -191,8 +182,7 @@ def train_generator(
         return found
     whole = log.all_trained()
     codes = _codes(whole, features, options, codes_path)
-    model = _new_model(whole, codes, options)
-    _refit(model, whole, codes, epochs, options, progress)
+    model, _ = _fit(whole, codes, options, "generator: refit", progress, num_epochs=epochs)
     return TrainedGenerator(model, whole, codes, report)
 
 
@@ -258,175 +248,118 @@ def _mean_length(rows: F32) -> float:
 
 
 def _fit(
-    model: Decoder,
-    log: InteractionLog,
-    codes: ItemCodes,
-    judge: GeneratorJudge,
-    options: GenerateOptions,
-    progress: Callable[[TrainingProgress], None],
-) -> tuple[int, RetrievalFigures]:
-    """Train the model in place: it ends with the moving average that was best on the validation.
-
-    Returns:
-        The epochs of the best validation, and its figures.
-    """
-    targets = sample_targets(log.next_items(), options.validation_users, options.seed)
-    stopping = EarlyStopping(options.patience)
-    best = RetrievalFigures.from_ranks(NO_RANKS)
-    best_epochs = options.epochs
-    best_state = model.state_dict()
-    for epoch, averaged in _epochs(model, log, codes, options, "generator: train", progress):
-        if (epoch + 1) % options.validate_every and epoch + 1 < options.epochs:
-            continue
-        figures = judge.judge(averaged, log, targets)
-        if stopping.is_best(figures.ndcg_at_10):
-            best = figures
-            best_epochs = epoch + 1
-            best_state = {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
-        if stopping.is_over:
-            break
-    model.load_state_dict(best_state)
-    model.eval().requires_grad_(False)
-    return best_epochs, best
-
-
-def _refit(
-    model: Decoder,
-    log: InteractionLog,
-    codes: ItemCodes,
-    epochs: int,
-    options: GenerateOptions,
-    progress: Callable[[TrainingProgress], None],
-) -> None:
-    """Train the model in place for so many epochs, at the learning rates that the evaluated one had in them."""
-    steps = _epochs(model, log, codes, options, "generator: refit", progress)
-    averaged = next(averaged for epoch, averaged in steps if epoch + 1 == epochs)
-    model.load_state_dict(averaged.state_dict())
-    model.eval().requires_grad_(False)
-
-
-def _epochs(
-    model: Decoder,
     log: InteractionLog,
     codes: ItemCodes,
     options: GenerateOptions,
     stage: str,
     progress: Callable[[TrainingProgress], None],
-) -> Iterator[tuple[int, Decoder]]:
-    """Train the model in place. After every epoch hand out its number, from 0, and what serves: the moving average."""
+    score: Callable[[Decoder], float] | None = None,
+    num_epochs: int | None = None,
+) -> BestEpoch[Decoder]:
+    """Train a decoder over codes, or over the nodes of given ones; arguments as of `EpochTrainer.fit`."""
+    decoder = _new_model(log, codes, options)
+    model: Any = decoder
+    tables = [decoder.embedding.weight]
+    loss: CodeLoss | SiblingLoss
     if codes.given is None:
-        code_loss = CodeLoss(codes)
-        yield from _steps(
-            model, [model.embedding.weight], log, len(codes.code_count), options, stage, progress, code_loss
-        )
-        return
-    nodes = NodeDecoder(model, codes, torch.Generator().manual_seed(options.seed))
-    tables = [model.embedding.weight, nodes.code_rows]
-    sibling_loss = SiblingLoss(codes)
-    for epoch, averaged in _steps(nodes, tables, log, len(codes.code_count), options, stage, progress, sibling_loss):
-        yield epoch, averaged.folded()
-
-
-def _steps(
-    model: M,
-    tables: Sequence[Tensor],
-    log: InteractionLog,
-    num_levels: int,
-    options: GenerateOptions,
-    stage: str,
-    progress: Callable[[TrainingProgress], None],
-    loss_of: Callable[[M, Batch, float], Tensor],
-) -> Iterator[tuple[int, M]]:
-    """Do the work of `_epochs` for a model of any kind. Hand out its moving average as it is."""
+        loss = CodeLoss(codes)
+    else:
+        model = nodes = NodeDecoder(decoder, codes, torch.Generator().manual_seed(options.seed))
+        tables.append(nodes.code_rows)
+        loss = SiblingLoss(codes)
     torch.manual_seed(options.seed)
     random = np.random.default_rng(options.seed)
-    trainer = EpochTrainer(
-        model,
-        options,
-        tables=tables,
-        table_weight_decay=0.0,
-        stage=stage,
-        progress=progress,
-    )
+    trainer = EpochTrainer(model, options, tables=tables, table_weight_decay=0.0, stage=stage, progress=progress)
     augmentation = Augmentation(log, options.skip_ratio, options.swap_ratio)
-    for epoch in range(options.epochs):
+
+    def batches_of_epoch() -> list[Batch]:
         varied = augmentation.draw(random)
         cut = windows(varied, options.history_items + 1, random)
-        parts = list(batches(varied, cut, max(1, options.batch_tokens // num_levels), random))
-        trainer.run_epoch(epoch, parts, lambda batch: loss_of(model, batch, options.dropout))
-        yield epoch, trainer.averaged
+        return list(batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random))
+
+    best = trainer.fit(
+        batches_of_epoch,
+        lambda batch: loss(model, batch, options.dropout),
+        score=None if score is None else lambda averaged: score(_served(averaged)),
+        patience=options.patience,
+        validate_every=options.validate_every,
+        num_epochs=num_epochs,
+    )
+    found = _served(best.model)
+    found.eval().requires_grad_(False)
+    return BestEpoch(found, best.num_epochs)
 
 
-class CodeLoss:
-    """The loss of a decoder over codes: cross-entropy of each code among the whole vocabulary."""
-
-    def __init__(self, codes: ItemCodes) -> None:
-        bases = Codebooks.stacked(codes.code_count).vocab_base
-        self._tokens = torch.from_numpy(codes.sids + np.array(bases, np.int64))  # [N, L]
-
-    def __call__(self, model: Decoder, batch: Batch, dropout_ratio: float) -> Tensor:
-        """Average the cross-entropy of every code but the first of each window; padding does not count."""
-        tokens = self._tokens
-        sequence = tokens[batch.items].flatten(1)  # [B, N * L]
-        counts = batch.valid.repeat_interleave(tokens.shape[1], dim=1)[:, 1:]
-        rows = encode(model, sequence[:, :-1], dropout_ratio)
-        return cross_entropy(next_logits(model, rows[counts]), sequence[:, 1:][counts])
+def _served(model: nn.Module) -> Decoder:
+    """Take the decoder of what is trained."""
+    if isinstance(model, NodeDecoder):
+        return model.folded()
+    assert isinstance(model, Decoder)
+    return model
 
 
-MAX_APART = 2  # events between which one item counts as following the other
+class GeneratorJudge:
+    """Evaluates models by the service's own search over a catalogue, one user after the other."""
 
+    def __init__(self, codes: ItemCodes, item_ids: I64, history_items: int, beam_width: int) -> None:
+        self._backend = CPUBackend()
+        self._trie = build_trie(codes.sids, item_ids, Codebooks.stacked(codes.code_count))
+        self._tables = Tables.upload(self._trie, self._backend.device)
+        self._sids = dict(zip(item_ids.tolist(), codes.sids.tolist(), strict=True))
+        self._max_tokens = history_items * self._trie.num_levels
+        self._options = SearchOptions(width=beam_width, normalise=codes.normalise)
 
-class Augmentation:
-    """Draws variations of a log's trained events."""
-
-    def __init__(self, log: InteractionLog, skip_ratio: float, swap_ratio: float) -> None:
-        """Count what follows what.
-
-        Args:
-            log: its trained events count.
-            skip_ratio: share of the events to leave out, 0 .. 1.
-            swap_ratio: share of the events with another item, 0 .. 1; a user's first event has none.
-        """
-        self._log = log
-        self._skip_ratio = skip_ratio
-        self._swap_ratio = swap_ratio
-        self._users = log.users
-        self._trained = log.trained
-        near = [
-            (apart, self._trained[apart:] & (self._users[apart:] == self._users[:-apart]))
-            for apart in range(1, MAX_APART + 1)
-        ]
-        leads = np.concatenate([log.items[:-apart][both] for apart, both in near])
-        follows = np.concatenate([log.items[apart:][both] for apart, both in near])
-        self._follows = follows[np.argsort(leads, kind="stable")]
-        self._starts = np.concatenate([[0], np.cumsum(np.bincount(leads, minlength=log.num_items))])
-
-    def draw(self, random: np.random.Generator) -> InteractionLog:
-        """Draw one variation; without skips and swaps it is the log itself.
+    def judge(
+        self,
+        model: Decoder,
+        log: InteractionLog,
+        targets: Sequence[NextItem],
+        done: Callable[[int, int], None] = lambda *_: None,
+        *,
+        unseen: bool = False,
+    ) -> RetrievalFigures:
+        """Evaluate a model; it is put into evaluation mode.
 
         Args:
-            random: draws it.
-
-        Returns:
-            A log of trained events alone, some left out, some with other items.
+            model: over the codes of the catalogue.
+            log: with the users' histories.
+            targets: the next items to find.
+            done: called with (users so far, users in all) after every user.
+            unseen: measure the unseen figures too, by a second search for every user.
         """
-        if not self._skip_ratio and not self._swap_ratio:
-            return self._log
-        log = self._log
-        items = log.items.copy()
-        has_before = self._trained & (np.diff(self._users, prepend=-1) == 0)
-        at = np.flatnonzero(has_before & (random.random(len(items)) < self._swap_ratio))
-        before = log.items[at - 1]
-        # what follows the item before is at least the item that is swapped
-        counts = self._starts[before + 1] - self._starts[before]
-        items[at] = self._follows[self._starts[before] + (random.random(len(at)) * counts).astype(np.int64)]
-        kept = self._trained & (random.random(len(items)) >= self._skip_ratio)
-        num_kept = np.bincount(self._users[kept], minlength=log.num_users)
-        return replace(
-            log,
-            items=items[kept],
-            actions=log.actions[kept],
-            times=log.times[kept],
-            starts=np.concatenate([[0], np.cumsum(num_kept)]),
-            num_trained=num_kept,
-        )
+        model.eval()
+        generator = Generator(model, self._backend, self._options.width, self._trie.num_levels)
+        layout = layout_of(model)
+        pages = layout.pages(self._max_tokens)
+        arena = KVArena(layout, pages, self._backend.device)
+        ranks = np.full(len(targets), MISSED)
+        ranks_unseen = np.full(len(targets), MISSED)
+        is_repeat = np.zeros(len(targets), np.bool_)
+        num_answered = 0
+        num_invalid = 0
+        for index, (user, event) in enumerate(targets):
+            history = log.item_ids[log.items[log.starts[user] : event]]
+            target = int(log.item_ids[log.items[event]])
+            is_repeat[index] = target in history
+            tokens = make_prompt(self._trie, history, self._max_tokens).tokens
+            part = PromptKV(arena, (PageRun(0, pages),), len(tokens))
+            generator.encode(tokens, [], part)
+            searches: list[tuple[F64, Filter | None]] = [(ranks, None)]
+            if unseen:
+                searches.append((ranks_unseen, self._without(history, target)))
+            for ranks_found, allow in searches:
+                width = self._options.width
+                found = generator.generate(self._trie, self._tables, tokens, [part], self._options, width, allow)
+                place = np.flatnonzero(found.item_ids == target)
+                ranks_found[index] = place[0] if len(place) else MISSED
+                answered = zip(found.item_ids.tolist(), found.sids.tolist(), strict=True)
+                num_invalid += sum(self._sids.get(item) != sid for item, sid in answered)
+                num_answered += len(found.item_ids)
+            done(index + 1, len(targets))
+        invalid_ratio = num_invalid / max(num_answered, 1)
+        found_ranks = NextItemRanks(ranks, ranks_unseen if unseen else np.empty(0), is_repeat)
+        return RetrievalFigures.from_ranks(found_ranks, DECODER, invalid_ratio)
+
+    def _without(self, history: I64, target: int) -> Filter:
+        """Allow all items but those of the history; the target stays allowed, even if the user had it before."""
+        return allow_all(self._trie).without(deny_items(self._trie, history[history != target]))

@@ -1,76 +1,64 @@
-"""The graph encoder of a domain, GraphSAGE or LightGCN, and the projector between two domains.
+"""What SCCDR is made of: the graph encoder of a domain, Katz centrality, the losses, and negatives by difficulty.
 
-Source: GraphSAGE (arXiv:1706.02216) with the mean of all layers as readout, and LightGCN (arXiv:2002.02126).
+    encoder      h_v' = W [h_v || sum of h_n / sqrt(d_v d_n) over the neighbours n of v],   z_v = mean of all h_v
+    difficulty   of a negative v for an anchor u: -|log c_u - log c_v|, c = Katz centrality on the union of the domains:
+                 the closer two nodes' centralities, the harder
+    pacing       share(x) = s + (1 - s) x, x = done share of the stage, s = START_SHARE
 
-Propagation over the graph of a domain, and the Katz centrality of several graphs.
+d = dimension, B = batch, k = negatives.
 
-Propagation is a product with a sparse matrix; its backward pass is one with the transpose.
+Source: SCCDR (arXiv:2502.16239) has GraphSAGE (arXiv:1706.02216) encoders and orders negatives by a pre-computed Katz
+centrality; the mean of all layers as readout, the weights of the neighbours (LightGCN, arXiv:2002.02126) and the
+formulas are our reading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag, softplus
 
 from npu_gr.core.arrays import F32, I64
-from npu_gr.matching.fold import LEAK, Activation, Folding, Norm
+from npu_gr.matching.fold import Folding
 from npu_gr.train.judge import Csr, Graph
 
 KATZ_ROUNDS = 100  # most iterations of each of the two loops
 KATZ_TOLERANCE = 1e-6  # relative change that ends them
+EMBEDDING_STD = 0.1
+START_SHARE = 0.3
+CHUNK_BYTES = 1 << 20  # rows gathered at a time: they stay in the cache of a core
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Propagation:
-    """A constant sparse matrix with its transpose."""
-
-    forward: Csr
-    transposed: Csr
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Compute `matrix @ x`, differentiably."""
-        out: Tensor = _Times.apply(x, self)  # type: ignore[no-untyped-call]
-        return out
+Encoding = tuple[Tensor, Tensor]  # float32 [num_users, d], [num_items, d]
 
 
 class _Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Propagation) -> Tensor:
-        ctx.matrix = matrix
-        return matrix.forward.times(x)
+    """The product with a constant sparse matrix; backward is one with the transpose."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.matrix.transposed.times(grad.contiguous()), None
+    def forward(ctx: Any, x: Tensor, matrix: Csr, transposed: Csr) -> Tensor:
+        ctx.transposed = transposed
+        return matrix.times(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transposed.times(grad.contiguous()), None, None
 
 
-def propagation(graph: Graph, norm: Literal["mean", "symmetric"]) -> tuple[Propagation, Propagation]:
-    """Make the matrices that propagate items to users and users to items.
+def times(matrix: Csr, x: Tensor, transposed: Csr) -> Tensor:
+    """Compute `matrix @ x`, differentiably."""
+    out: Tensor = _Times.apply(x, matrix, transposed)  # type: ignore[no-untyped-call]
+    return out
 
-    Args:
-        graph: its edges carry the messages.
-        norm: mean = average the neighbours (GraphSAGE); symmetric = D^-1/2 A D^-1/2 (LightGCN).
-    """
+
+def propagation(graph: Graph) -> tuple[Csr, Csr]:
+    """Make D^-1/2 A D^-1/2, which propagates items to users, and its transpose: by an item's degree it stays known."""
     user_degrees, item_degrees = (np.maximum(degrees, 1).astype(np.float32) for degrees in graph.degrees())
-    by_user: F32 = np.float32(1) / user_degrees[graph.users]
-    by_item: F32 = np.float32(1) / item_degrees[graph.items]
-    if norm == "symmetric":
-        by_user = by_item = np.sqrt(by_user * by_item)
-    return (
-        Propagation(graph.to_users(by_user), graph.to_items(by_user)),
-        Propagation(graph.to_items(by_item), graph.to_users(by_item)),
-    )
-
-
-def _adjacency(graph: Graph) -> tuple[Csr, Csr]:
-    """Make the 0/1 matrices [num_users, num_items] and [num_items, num_users]."""
-    ones = np.ones(len(graph.users), np.float32)
-    return graph.to_users(ones), graph.to_items(ones)
+    values: F32 = np.sqrt((np.float32(1) / user_degrees[graph.users]) * (np.float32(1) / item_degrees[graph.items]))
+    return graph.to_users(values), graph.to_items(values)
 
 
 def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]]:
@@ -83,9 +71,10 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
     Returns:
         float32 [num_users], and float32 [num_items] of each graph; every value is at least 1.
     """
-    pairs = [_adjacency(graph) for graph in graphs]
+    ones = [np.ones(len(graph.users), np.float32) for graph in graphs]
+    pairs = [(graph.to_users(one), graph.to_items(one)) for graph, one in zip(graphs, ones, strict=True)]
 
-    def times(users: Tensor, items: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def next_of(users: Tensor, items: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         total = torch.zeros_like(users)
         for (to_users, _), x in zip(pairs, items, strict=True):
             total = total + to_users.times(x)
@@ -98,7 +87,7 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
     largest = 1.0
     # Power iteration with A A: the eigenvalues of a bipartite graph come in pairs +-x, so A alone has no largest one.
     for _ in range(KATZ_ROUNDS):
-        users, items = times(*times(users, items))
+        users, items = next_of(*next_of(users, items))
         norm = float(torch.sqrt(users.square().sum() + sum(x.square().sum() for x in items)))
         if norm == 0:
             return one[:, 0], [x[:, 0] for x in ones_of_items]
@@ -113,7 +102,7 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
     items = ones_of_items
     for _ in range(KATZ_ROUNDS):
         before_users = users
-        users, items = times(users, items)
+        users, items = next_of(users, items)
         users = 1 + beta * users
         items = [1 + beta * x for x in items]
         change = float((users - before_users).abs().max() / users.abs().max())
@@ -122,39 +111,16 @@ def katz(graphs: list[Graph], ratio: float = 0.85) -> tuple[Tensor, list[Tensor]
     return users[:, 0], [x[:, 0] for x in items]
 
 
-Encoding = tuple[Tensor, Tensor]  # float32 [num_users, d], [num_items, d]
-EMBEDDING_STD = 0.1
-
-
 class GraphEncoder(nn.Module):
-    """Encodes the users and items of one domain.
+    """Encodes the users and items of one domain. W starts as [0 || 1], which is LightGCN; then it learns."""
 
-        h_v' = act(W [h_v || mean of h_n over the neighbours n of v]),   z_v = mean of all h_v
-
-    W starts as [0 || 1]: an untrained layer is LightGCN's, which has neither W nor act. Then W learns.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        dim: int,
-        num_layers: int,
-        kind: Literal["sage", "lightgcn"],
-        norm: Norm,
-        activation: Activation,
-        users: nn.Parameter | None,
-        generator: torch.Generator,
-    ) -> None:
+    def __init__(self, graph: Graph, dim: int, num_layers: int, generator: torch.Generator) -> None:
         """Initialise the weights.
 
         Args:
             graph: the domain's edges.
             dim: d, of all vectors.
             num_layers: propagation steps.
-            kind: sage, or lightgcn, which has no matrices, and for which `norm` is symmetric and `activation` unused.
-            norm: weights of the neighbours, see `propagation`.
-            activation: act.
-            users: an embedding table [num_users, d] shared with another encoder; None: a new one.
             generator: draws the embedding tables.
         """
         super().__init__()
@@ -162,21 +128,15 @@ class GraphEncoder(nn.Module):
         def table(rows: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, dim, generator=generator) * EMBEDDING_STD)
 
-        self.users = table(graph.num_users) if users is None else users
+        self.users = table(graph.num_users)
         self.items = table(graph.num_items)
-        self.num_layers = num_layers
-        self.weights = nn.ParameterList()
-        if kind == "sage":
-            for _ in range(num_layers):
-                self.weights.append(nn.Parameter(torch.cat([torch.zeros(dim, dim), torch.eye(dim)])))
-        self.activation = {"none": nn.Identity(), "tanh": nn.Tanh(), "leaky_relu": nn.LeakyReLU(LEAK)}[activation]
-        self.activation_name: Activation = activation
-        self.norm: Norm = norm if kind == "sage" else "symmetric"
+        start = torch.cat([torch.zeros(dim, dim), torch.eye(dim)])
+        self.weights = nn.ParameterList(nn.Parameter(start.clone()) for _ in range(num_layers))
         self.pass_over(graph)
 
     def pass_over(self, graph: Graph) -> None:
         """Pass messages over the edges of this graph from now on: of the same users and items."""
-        self.to_users, self.to_items = propagation(graph, self.norm)
+        self._to_users, self._to_items = propagation(graph)
 
     def forward(self) -> Encoding:
         """Compute the vectors of all users and items."""
@@ -185,23 +145,19 @@ class GraphEncoder(nn.Module):
         for users, items in states:
             sum_users = sum_users + users
             sum_items = sum_items + items
-        return sum_users / (self.num_layers + 1), sum_items / (self.num_layers + 1)
+        return sum_users / (len(self.weights) + 1), sum_items / (len(self.weights) + 1)
 
     def states(self) -> Iterator[Encoding]:
         """Yield the embeddings, then the output of each layer."""
         users: Tensor = self.users
         items: Tensor = self.items
         yield users, items
-        for layer in range(self.num_layers):
-            from_items = self.to_users(items)
-            from_users = self.to_items(users)
-            if self.weights:
-                own, neighbours = self.weights[layer].split(users.shape[1])
-                users = self.activation(torch.addmm(users @ own, from_items, neighbours))
-                items = self.activation(torch.addmm(items @ own, from_users, neighbours))
-            else:
-                users = from_items
-                items = from_users
+        for weight in self.weights:
+            from_items = times(self._to_users, items, self._to_items)
+            from_users = times(self._to_items, users, self._to_users)
+            own, neighbours = weight.split(users.shape[1])
+            users = torch.addmm(users @ own, from_items, neighbours)
+            items = torch.addmm(items @ own, from_users, neighbours)
             yield users, items
 
     @torch.no_grad()
@@ -215,22 +171,146 @@ class GraphEncoder(nn.Module):
         return Folding(
             users=self.users.detach().clone().numpy(),
             states=items.numpy(),
-            matrices=torch.stack([w.detach() for w in self.weights]).numpy() if self.weights else None,
+            matrices=torch.stack([w.detach() for w in self.weights]).numpy(),
             degrees=item_degrees,
-            norm=self.norm,
-            activation=self.activation_name,
+            norm="symmetric",
+            activation="none",
         )
 
 
-class Projector(nn.Module):
-    """Maps vectors of the target domain into the source's space by a matrix, which starts as the identity."""
+def intra_loss(logits: Tensor) -> Tensor:
+    """Compute the binary cross-entropy of edges against sampled items.
 
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.matrix = nn.Linear(dim, dim, bias=False)
-        nn.init.eye_(self.matrix.weight)
+    Args:
+        logits: float32 [B, 1 + k], each edge's own item first.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
-        projected: Tensor = self.matrix(x)
-        return projected
+    Returns:
+        A scalar: summed over an edge's negatives, averaged over edges.
+    """
+    return (softplus(-logits[:, 0]) + softplus(logits[:, 1:]).sum(-1)).mean()
+
+
+def inter_loss(cosines: Tensor, hide: Tensor, tau: float) -> Tensor:
+    """Compute InfoNCE: each anchor's own match against negatives.
+
+    Args:
+        cosines: float32 [B, 1 + k], each anchor's own match first.
+        hide: bool [B, k], True = the sampled one is no negative (it equals the match), and is left out.
+        tau: temperature.
+
+    Returns:
+        A scalar: the mean over anchors.
+    """
+    logits = torch.cat([cosines[:, :1], cosines[:, 1:].masked_fill(hide, -torch.inf)], dim=1) / tau
+    return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
+
+
+def dots(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor:
+    """Compute inner products of some rows, differentiably: `(left[of_left][:, None] * right[of_right]).sum(-1)`.
+
+    Args:
+        left: float32 [rows, d].
+        right: float32 [rows, d].
+        of_left: int64 [B] rows of `left`.
+        of_right: int64 [B, n] rows of `right`.
+
+    Returns:
+        float32 [B, n].
+    """
+    out: Tensor = _Dots.apply(  # type: ignore[no-untyped-call]
+        left, right, of_left, of_right
+    )
+    return out
+
+
+class _Dots(torch.autograd.Function):
+    """Forward in chunks that fit a core's cache; backward as two sparse products, without gathering rows."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor:
+        ctx.save_for_backward(left, right, of_left, of_right)
+        out = left.new_empty(of_right.shape)
+        size = max(1, CHUNK_BYTES // (4 * left.shape[1] * of_right.shape[1]))
+        for i, j, part in zip(of_left.split(size), of_right.split(size), out.split(size), strict=True):
+            torch.sum(rows(right, j) * rows(left, i)[:, None], -1, out=part)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        left, right, of_left, of_right = ctx.saved_tensors
+        rows_left = of_left.repeat_interleave(of_right.shape[1])
+        rows_right = of_right.flatten()
+        values = grad.flatten()
+        to_left = _sums(rows_left, rows_right, values, right, len(left)) if ctx.needs_input_grad[0] else None
+        to_right = _sums(rows_right, rows_left, values, left, len(right)) if ctx.needs_input_grad[1] else None
+        return to_left, to_right, None, None
+
+
+def _sums(into: Tensor, of: Tensor, values: Tensor, table: Tensor, num_rows: int) -> Tensor:
+    """Sum weighted rows of a table into rows: row r is the sum of `values * table[of]` where `into` is r.
+
+    Args:
+        into: int64 [n].
+        of: int64 [n].
+        values: float32 [n].
+        table: float32 [rows, d].
+        num_rows: of the result.
+
+    Returns:
+        float32 [num_rows, d].
+    """
+    order = into.argsort(stable=True)
+    starts = torch.nn.functional.pad(torch.bincount(into, minlength=num_rows).cumsum(0), (1, 0))
+    return embedding_bag(
+        of[order], table, starts, mode="sum", per_sample_weights=values[order], include_last_offset=True
+    )
+
+
+def rows(table: Tensor, index: Tensor) -> Tensor:
+    """Compute `table[index]`, several times as fast on a CPU."""
+    return table.index_select(0, index.flatten()).view(*index.shape, -1)
+
+
+def share(done_ratio: float) -> float:
+    """Compute the share of all negatives, the easiest ones, that may be drawn at a point of the stage.
+
+    Args:
+        done_ratio: done share of the stage, 0 .. 1.
+    """
+    return min(1.0, START_SHARE + (1 - START_SHARE) * done_ratio)
+
+
+class Negatives:
+    """Nodes to draw negatives from, sorted by centrality."""
+
+    def __init__(self, centrality: Tensor) -> None:
+        """Sort the nodes; `centrality` is float32 [n], positive."""
+        self.logs, self.nodes = centrality.log().sort()
+
+    def draw(self, anchors: Tensor, k: int, easiest: float, generator: torch.Generator) -> Tensor:
+        """Draw nodes evenly from the share that is easiest for each anchor.
+
+        The nodes that are too hard are a window of the sorted centralities around the anchor's own:
+
+            sorted nodes   0 .. first - 1 | first .. first + num_hidden - 1 | first + num_hidden ..
+                           may be drawn     hidden: closest to the anchor     may be drawn
+
+        Args:
+            anchors: float32 [B] log centrality of each anchor.
+            k: nodes to draw for each anchor.
+            easiest: share that may be drawn, in (0, 1].
+            generator: draws them.
+
+        Returns:
+            int64 [B, k].
+        """
+        num_nodes = len(self.nodes)
+        num_hidden = min(num_nodes - 1, int((1 - easiest) * num_nodes))
+        drawn = torch.randint(num_nodes - num_hidden, (len(anchors), k), generator=generator)
+        if num_hidden:
+            # The window moves up from i to i + 1 if node i + num_hidden is closer to the anchor than node i is:
+            # logs[i] + logs[i + num_hidden] < 2 x anchor.
+            ends = self.logs[:-num_hidden] + self.logs[num_hidden:]
+            first = torch.searchsorted(ends, 2 * anchors)[:, None]
+            drawn = torch.where(drawn < first, drawn, drawn + num_hidden)
+        return self.nodes[drawn]

@@ -22,23 +22,14 @@ from rich.table import Table
 from npu_gr.core.arrays import I64
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.order import Order
-from npu_gr.train.baselines import Baseline
 from npu_gr.train.data import InteractionLog, NextItem, Split, Window, batches, what_stands
-from npu_gr.train.metrics import F64, NAN, auc, cells, hit_ratio, known, ndcg
-from npu_gr.train.next_item import (
-    NO_RANKS,
-    BaselineComparison,
-    Difference,
-    NextItemRanks,
-    compare,
-    difference_of_auc,
-    rank_next_items,
-)
+from npu_gr.train.metrics import F64, NAN, Difference, auc, cells, difference_of_auc, hit_ratio, known, ndcg
+from npu_gr.train.next_item import NO_RANKS, Baseline, BaselineComparison, NextItemRanks, compare, rank_next_items
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.losses import BATCH_TOKENS
 from npu_gr.train.rank.order import ItemList, ListSizes, retrieved_lists
 from npu_gr.train.rank.order_choice import in_words
-from npu_gr.train.rank.validation import BATCH_TOKENS
 
 K = 10
 RANKER = "HSTU ranker"  # all that it knows: the fitted order, if there is one

@@ -12,7 +12,6 @@ does.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,11 +34,10 @@ from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
 from npu_gr.train.generate.codes import ItemCodes, item_vectors
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.losses import batch_loss
+from npu_gr.train.rank.losses import batch_loss, next_item_likelihood
 from npu_gr.train.rank.options import Task, TrainOptions, make_labels
 from npu_gr.train.rank.schema import beside_schema, factorise, item_tables, write_item_schema
-from npu_gr.train.rank.validation import next_item_likelihood
-from npu_gr.train.steps import EarlyStopping, EpochTrainer, TrainingProgress
+from npu_gr.train.steps import EpochTrainer, TrainingProgress
 
 NEIGHBOURS = 5  # two items of a history stand near each other if they are at most so many events apart
 LINEAR_DEVIATION = 0.02  # of the weights of layers and head at the start: a layer begins as little more than nothing
@@ -112,27 +110,27 @@ def fit(
         auxiliary=[*auxiliary.parameters()],
         progress=progress,
     )
-    is_judged = bool(validation) and model.config.retrieval
-    stopping = EarlyStopping(options.patience)
     curve: list[float] = []
-    best, best_epochs = model, 0
 
     def loss_of(batch: Batch) -> Tensor:
         model.items.kept_rows = draw_kept(log.num_items, model.config.row_dropout)
         with_click = trainer.done_ratio >= CLICK_AFTER
         return batch_loss(model, auxiliary, inputs, batch, labels, options, with_click=with_click)
 
-    for epoch in range(options.epochs if num_epochs is None else num_epochs):
-        parts = list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random))
-        trainer.run_epoch(epoch, parts, loss_of)
-        if is_judged:
-            curve.append(float(next_item_likelihood(inputs, trainer.averaged.eval(), validation).mean()))
-        if not is_judged or stopping.is_best(math.exp(curve[-1])):
-            best, best_epochs = copy.deepcopy(trainer.averaged), epoch + 1
-        if is_judged and (stopping.is_over or gives_up((epoch + 1) / options.epochs, curve[-1])):
-            break
-    best.eval().items.freeze()
-    return Fitted(best, best_epochs, tuple(curve))
+    def score(averaged: HSTU) -> float:
+        curve.append(float(next_item_likelihood(inputs, averaged, validation).mean()))
+        return math.exp(curve[-1])
+
+    best = trainer.fit(
+        lambda: list(batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random)),
+        loss_of,
+        score=score if validation and model.config.retrieval else None,
+        patience=options.patience,
+        num_epochs=num_epochs,
+        gives_up=lambda done: gives_up(done / options.epochs, curve[-1]),
+    )
+    best.model.eval().items.freeze()
+    return Fitted(best.model, best.num_epochs, tuple(curve))
 
 
 def new_model(

@@ -41,9 +41,9 @@ import numpy.typing as npt
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.model.neighbours import LAST_ITEMS, MAX_NEIGHBOURS, Neighbours
-from npu_gr.train.baselines.choose import MAX_EDGES, graph_of
-from npu_gr.train.baselines.linear import BLOCK_ROWS, EASE, ease_is_too_large
+from npu_gr.train.baselines import MAX_EDGES, graph_of
 from npu_gr.train.data import InteractionLog
+from npu_gr.train.linear import BLOCK_ROWS, EASE, ease_is_too_large
 from npu_gr.train.metrics import F64
 
 SHRINK = 20.0

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.core.settings import Count, Positive
+from npu_gr.core.settings import Count
 from npu_gr.core.words import quoted
 from npu_gr.train.data import Bools, InteractionLog, Split
-from npu_gr.train.options import Decay, DropoutRatio, Seed, Share, Weight
+from npu_gr.train.options import DropoutRatio, Share, Weight
+from npu_gr.train.steps import StepOptions
 
 MAX_ACTIONS = 100  # distinct values of a log; more are measurements, such as dwell times
 MAX_EVENT_TASKS = 8  # that are chosen for a log of event types
@@ -197,11 +198,10 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_SHOWN]) + more
 
 
-class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides the result but the log and the number of threads."""
 
     name: Annotated[str, Meta(description="of the model, as answers and metrics show it")] = "hstu"
-    seed: Annotated[Seed, Meta(description="of everything that is drawn: weights, batches, negatives")] = 0
     split: Annotated[
         Split,
         Meta(description="what the evaluation keeps: the newest fifth of each user or of the log, or each last event"),
@@ -215,9 +215,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Count,
         Meta(description="most users whose last trained event stops the training and fits the order, drawn at random"),
     ] = 2000
-    refit: Annotated[
-        bool, Meta(description="after the evaluation, train the served model anew on all events, the newest included")
-    ] = True
     tasks: Annotated[
         tuple[Task, ...] | None,
         Meta(description="one logit each, e.g. [{name: click}, {name: buy, actions: [purchase]}]; null: by the log"),
@@ -256,16 +253,11 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     scaling_seqlen: Annotated[Count, Meta(description="the constant attention scale is 1 / this")] = 64
     max_history_tokens: Annotated[Count, Meta(description="longest history that is served")] = 1024
 
-    epochs: Annotated[Count, Meta(description="most passes over the log; the learning rate falls over all of them")] = (
-        16
-    )
     patience: Annotated[
         int, Meta(ge=0, description="epochs without a better likelihood on validation that end it; 0 = never")
     ] = 3
     window_tokens: Annotated[Count, Meta(description="longest run of events trained on at once")] = 120
     batch_tokens: Annotated[Count, Meta(description="events of one step, padding included")] = 1024
-    learning_rate: Annotated[Positive, Meta(description="highest rate, at the end of the warm-up")] = 3e-3
-    warm_up_ratio: Annotated[Share, Meta(description="share of the steps with a rising learning rate")] = 0.05
     item_weight_decay: Annotated[Weight, Meta(description="of item embeddings, which overfit first")] = 0.5
     dropout: Annotated[DropoutRatio, Meta(description="share of embeddings and updates that are dropped")] = 0.3
     row_dropout: Annotated[
@@ -273,7 +265,6 @@ class TrainOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="share of the items that a step knows by features and codes alone, as it will know new ones"),
     ] = 0.1
     vector_dropout: Annotated[DropoutRatio, Meta(description="share of the user's vector that is dropped")] = 0.15
-    average_decay: Annotated[Decay, Meta(description="of the moving average of the weights, which is served")] = 0.995
     item_length: Annotated[
         Weight, Meta(description="of the item embeddings at the start, which say what stands near what; 0 = random")
     ] = 0.3

@@ -26,8 +26,8 @@ from npu_gr.model.order import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHT
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.losses import user_vectors
 from npu_gr.train.rank.neighbours import USUAL, Entries, NeighbourKind
-from npu_gr.train.rank.validation import user_vectors
 
 RETRIEVAL_ALONE = dict.fromkeys(WEIGHTS, 0.0) | {"retrieval": 1.0}
 RIDGE = 1.0  # of the squared distances from retrieval alone, each weight times its term's deviation within lists

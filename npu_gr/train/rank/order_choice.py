@@ -40,16 +40,16 @@ import torch
 from npu_gr.core.arrays import F32
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.order import WEIGHTS, Order
-from npu_gr.train.baselines.choose import LinearBaseline, graph_of
-from npu_gr.train.baselines.linear import ItemKNN, log_popularity, root_mean_square
+from npu_gr.train.baselines import LinearBaseline, graph_of
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.judge import BLOCK_USERS
-from npu_gr.train.metrics import F64, ndcg_of_each
-from npu_gr.train.next_item import Difference, K, difference_of_users, rank_next_items
+from npu_gr.train.linear import ItemKNN, log_popularity, root_mean_square
+from npu_gr.train.metrics import F64, Difference, difference_of_users, ndcg_of_each
+from npu_gr.train.next_item import K, rank_next_items
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.losses import HeldOutEvents
 from npu_gr.train.rank.neighbours import USUAL, NeighbourKind, count_kinds, linear_neighbours
 from npu_gr.train.rank.order import ItemList, ListSizes, count_order, count_transitions, fit_order, retrieved_lists
-from npu_gr.train.rank.validation import HeldOutEvents
 
 
 class ChosenOrder(NamedTuple):

@@ -35,11 +35,11 @@ from npu_gr.train.options import write_configuration
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, SearchedOptions, fit, search
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.losses import HeldOutEvents, event_likelihood, hold_out
 from npu_gr.train.rank.options import ChosenTasks, TrainOptions, check_actions, choose_tasks, liking_values, make_labels
 from npu_gr.train.rank.order import NUM_FOLLOWERS, ListSizes
 from npu_gr.train.rank.order_choice import ChosenOrder, choose_order
 from npu_gr.train.rank.schema import choose_features
-from npu_gr.train.rank.validation import HeldOutEvents, event_likelihood, hold_out
 from npu_gr.train.steps import TrainingProgress
 
 

@@ -347,7 +347,7 @@ def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show)
     trained = train_generator(dataset.interactions(), features, options.generate, None, show, keep)
     _publish(trained, features, options, folder)
     report = trained.report
-    what = f"of {report.generator.num_users:,} users"
+    what = f"of {report.own.num_users:,} users"
     measured_on = _stands(SPLIT, report.num_trained, what)
     return _Trained(version(folder), measured_on, generator_figures(report), warning_of(report.comparison()))
 
@@ -359,7 +359,7 @@ def _vectors(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -
 
     trained = train_retriever(dataset.interactions(), options.retrieve, show, evaluated=keep)
     report = trained.report
-    measured_on = _stands(SPLIT, report.num_trained, f"of {report.vectors.num_users:,} users")
+    measured_on = _stands(SPLIT, report.num_trained, f"of {report.own.num_users:,} users")
     made = save_vectors(trained.vectors, folder)
     return _Trained(made, measured_on, vectors_figures(report), warning_of(report.comparison()))
 

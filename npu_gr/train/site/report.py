@@ -10,11 +10,9 @@ from rich.table import Table
 
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.train.baselines import Markov
-from npu_gr.train.generate.retrieval import RetrievalFigures, RetrievalReport
-from npu_gr.train.next_item import BaselineComparison
+from npu_gr.train.next_item import BaselineComparison, RetrievalFigures, RetrievalReport
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
 from npu_gr.train.rank.order_choice import in_words
-from npu_gr.train.retrieve import RetrieveReport
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
 _ALL_ITEMS = {"hr_at_10": "HR@10", "ndcg_at_10": "NDCG@10"}
@@ -136,12 +134,12 @@ def ranker_figures(found: Evaluation) -> tuple[Figure, ...]:
 
 def generator_figures(found: RetrievalReport) -> tuple[Figure, ...]:
     """Compare a generator with the baselines."""
-    return _compared(found.generator, found.baselines)
+    return _compared(found.own, found.baselines)
 
 
-def vectors_figures(found: RetrieveReport) -> tuple[Figure, ...]:
+def vectors_figures(found: RetrievalReport) -> tuple[Figure, ...]:
     """Compare retrieval vectors with the baselines."""
-    return _compared(found.vectors, found.baselines)
+    return _compared(found.own, found.baselines)
 
 
 def _compared(own: F, baselines: Sequence[F], names: dict[str, str] | None = None) -> tuple[Figure, ...]:

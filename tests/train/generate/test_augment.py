@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.train.data import InteractionLog, build_log, windows
-from npu_gr.train.generate.train import Augmentation
+from npu_gr.train.data import Augmentation, InteractionLog, build_log, windows
 from tests.train.synthetic import planted
 
 

@@ -25,8 +25,7 @@ from npu_gr.train.data import Window, batches, build_log
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
 from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, encode, next_logits, nodes_of
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
-from npu_gr.train.generate.retrieval import GeneratorJudge
-from npu_gr.train.generate.train import COMPANY_WINDOW, TrainedGenerator, _new_model, train_generator
+from npu_gr.train.generate.train import COMPANY_WINDOW, GeneratorJudge, TrainedGenerator, _new_model, train_generator
 from tests.train.generate.test_train import ONE, TINY
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -165,9 +164,9 @@ def test_the_rule_is_learnt_with_codes_that_know_nothing_of_it(trained: TrainedG
     assert trained.codes.given is not None
     assert trained.codes.given.sids.tolist() == GIVEN
     assert trained.model.config.vocab_size == sum(trained.codes.code_count)
-    assert report.generator.hr_at_10 > popularity.hr_at_10 + 0.3
-    assert report.generator.invalid_ratio == 0
-    assert report.codes.endswith(f"ready-made; a token for each of the {sum(trained.codes.code_count)} beginnings")
+    assert report.own.hr_at_10 > popularity.hr_at_10 + 0.3
+    assert report.own.invalid_ratio == 0
+    assert report.made.endswith(f"ready-made; a token for each of the {sum(trained.codes.code_count)} beginnings")
 
 
 def test_two_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:

@@ -21,18 +21,18 @@ from npu_gr.model.decoder import Decoder
 from npu_gr.train.baselines import Markov, Popularity
 from npu_gr.train.data import NextItem, Window, batches, build_log
 from npu_gr.train.generate.codes import item_vectors
-from npu_gr.train.generate.nodes import encode, next_logits
-from npu_gr.train.generate.retrieval import GeneratorJudge, RetrievalFigures, baseline_figures
+from npu_gr.train.generate.nodes import CodeLoss, encode, next_logits
 from npu_gr.train.generate.train import (
     COMPANY_WINDOW,
-    CodeLoss,
+    DECODER,
     GenerateOptions,
+    GeneratorJudge,
     TrainedGenerator,
-    _epochs,
+    _fit,
     _new_model,
     train_generator,
 )
-from npu_gr.train.next_item import NO_RANKS, NextItemRanks
+from npu_gr.train.next_item import NO_RANKS, NextItemRanks, RetrievalFigures, baseline_figures
 from npu_gr.train.rank.evaluate import evaluate_baseline
 from npu_gr.train.steps import TrainingProgress
 from tests.train.synthetic import NUM_ITEMS, planted
@@ -81,9 +81,7 @@ def test_epochs_vary_the_log_and_repeat_bit_for_bit(trained: TrainedGenerator) -
 
     def weights(**changes: Any) -> torch.Tensor:
         options = msgspec.structs.replace(ONE, **changes)
-        steps = _epochs(_new_model(log, codes, options), log, codes, options, "train", lambda _: None)
-        (averaged,) = (model for _, model in steps)
-        return averaged.embedding.weight
+        return _fit(log, codes, options, "train", lambda _: None).model.embedding.weight
 
     varied = {"skip_ratio": 0.2, "swap_ratio": 0.2}
     assert torch.equal(weights(**varied), weights(**varied))
@@ -94,13 +92,12 @@ def test_epochs_vary_the_log_and_repeat_bit_for_bit(trained: TrainedGenerator) -
 def test_the_generator_learns_the_rule(trained: TrainedGenerator) -> None:
     report = trained.report
     popularity, markov, *_ = report.baselines
-    assert report.generator.hr_at_10 > popularity.hr_at_10 + 0.3
-    assert report.generator.hr_at_10 > markov.hr_at_10 - 0.1
-    assert report.generator.num_users == 60
-    assert report.validation.num_users == 40
+    assert report.own.hr_at_10 > popularity.hr_at_10 + 0.3
+    assert report.own.hr_at_10 > markov.hr_at_10 - 0.1
+    assert report.own.num_users == 60
+    assert report.chosen["validation"]["num_users"] == 40
     assert report.num_trained == 60 * 28
-    assert report.generator.invalid_ratio == 0
-    assert report.published == ()
+    assert report.own.invalid_ratio == 0
 
 
 def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGenerator) -> None:
@@ -119,8 +116,8 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGene
     judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
     found = judge.judge(model, log, log.next_items(), unseen=True)
     found_ranks = NextItemRanks(np.array(ranks, float), np.array(ranks_unseen, float), np.zeros(len(ranks), np.bool_))
-    assert found == RetrievalFigures.from_ranks(found_ranks, invalid_ratio=0.0)
-    assert found == trained.report.generator
+    assert found == RetrievalFigures.from_ranks(found_ranks, DECODER, 0.0)
+    assert found == trained.report.own
     assert found.hr_at_10 == np.mean([rank < 10 for rank in ranks])
     assert math.isclose(found.ndcg_at_10, np.mean([rank < 10 and 1 / math.log2(rank + 2) for rank in ranks]))
     assert found.hr_at_10_unseen == np.mean([rank < 10 for rank in ranks_unseen])
@@ -151,11 +148,11 @@ def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator
 
 def test_an_item_outside_the_beams_is_missed_and_no_users_have_no_figures() -> None:
     figures = RetrievalFigures.from_ranks(
-        NextItemRanks(np.array([0, 9, 10, 49, 50, np.inf]), np.empty(0), np.zeros(6, np.bool_))
+        NextItemRanks(np.array([0, 9, 10, 49, 50, np.inf]), np.empty(0), np.zeros(6, np.bool_)), "m"
     )
     assert (figures.hr_at_10, figures.hr_at_50, figures.num_users) == (2 / 6, 4 / 6, 6)
     assert math.isclose(figures.interval, 1.96 * math.sqrt(1 / 3 * 2 / 3 / 6))
-    assert math.isnan(RetrievalFigures.from_ranks(NO_RANKS).hr_at_10)
+    assert math.isnan(RetrievalFigures.from_ranks(NO_RANKS, "m").hr_at_10)
 
 
 def test_the_baselines_have_the_figures_of_the_rankers_protocol() -> None:
@@ -189,7 +186,7 @@ def test_neither_the_test_nor_the_validation_is_trained_on() -> None:
     one, other = train_generator(events, [], ONE), train_generator(changed, [], ONE)
     assert np.array_equal(one.codes.sids, other.codes.sids)
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
-    assert one.report.generator != other.report.generator
+    assert one.report.own != other.report.own
 
 
 def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training(
@@ -211,7 +208,7 @@ def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training
     assert len(states) == 4 + 1  # and the test
     assert torch.equal(found.model.embedding.weight, states[1])
     assert not torch.equal(states[1], states[3])
-    assert found.report.validation.ndcg_at_10 == 0.3
+    assert found.report.chosen["validation"]["ndcg_at_10"] == 0.3
     assert max(step.done for step in seen) < 4
 
 
@@ -232,7 +229,7 @@ def test_the_served_generator_is_refitted_on_all_events_for_the_epochs_of_the_be
     evaluated = train_generator(planted(), [], options)
     scores = itertools.chain([0.1, 0.3], itertools.repeat(0.0))
     served = train_generator(planted(), [], msgspec.structs.replace(options, refit=True), progress=seen.append)
-    assert served.report.generator == evaluated.report.generator
+    assert served.report.own == evaluated.report.own
     assert (served.report.num_trained, served.report.num_served) == (60 * 28, 60 * 30)
     assert evaluated.report.num_served == 60 * 28
     assert served.log.num_trained.tolist() == [30] * 60
@@ -261,7 +258,7 @@ def test_an_item_of_the_newest_events_alone_is_generated_after_the_refit() -> No
 
 def test_some_users_stand_for_all_where_a_test_would_take_too_long() -> None:
     report = train_generator(planted(), [], msgspec.structs.replace(ONE, test_users=7)).report
-    assert {row.num_users for row in (report.generator, *report.baselines)} == {7}
+    assert {row.num_users for row in (report.own, *report.baselines)} == {7}
 
 
 def test_progress_runs_through_training_and_test() -> None:
@@ -286,10 +283,10 @@ def test_the_report_is_a_table_and_json(trained: TrainedGenerator) -> None:
     console = Console(width=140, file=io.StringIO(), record=True)
     console.print(trained.report.table())
     text = console.export_text()
-    assert f"{trained.report.generator.hr_at_10:.4f}" in text
+    assert f"{trained.report.own.hr_at_10:.4f}" in text
     assert "+-" in text
     figures = json.loads(json.dumps(trained.report.as_dict(), allow_nan=False))
-    assert figures["test"]["hr_at_10"] == trained.report.generator.hr_at_10
+    assert figures["test"]["hr_at_10"] == trained.report.own.hr_at_10
     names = ["popularity", "Markov counts", "decayed transitions", "ItemKNN", "EASE", "PureSVD"]
     assert [row["model"] for row in figures["baselines"]] == names
 

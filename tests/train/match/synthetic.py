@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from npu_gr.train.match.domains import Domains, MatchData, read_domains, split
-from npu_gr.train.match.options import MatchOptions
+from npu_gr.train.match.train import MatchOptions
 
 NUM_USERS, NUM_ITEMS, NUM_GROUPS = 160, 240, 8
 QUICK = MatchOptions(

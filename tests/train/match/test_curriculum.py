@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from npu_gr.train.match.losses import Negatives, inter_loss, intra_loss, share
+from npu_gr.train.match.model import Negatives, inter_loss, intra_loss, share
 
 
 def test_only_the_easiest_are_drawn_and_all_of_them() -> None:

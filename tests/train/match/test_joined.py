@@ -13,12 +13,11 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.request import Basis
 from npu_gr.matching.matcher import Matcher
 from npu_gr.matching.vectors import load, save
-from npu_gr.train.baselines.linear import PureSVD
 from npu_gr.train.judge import HeldOut, smooth_hit, unique_edges
-from npu_gr.train.match import arms
-from npu_gr.train.match.arms import BASELINES, FittedLinear, JoinedVectors, fit_joint_svd, join
-from npu_gr.train.match.checkpoint import export
+from npu_gr.train.linear import PureSVD
+from npu_gr.train.match import joined
 from npu_gr.train.match.domains import Domains, MatchData, split
+from npu_gr.train.match.joined import BASELINES, FittedLinear, JoinedVectors, export, fit_joint_svd, join
 from npu_gr.train.match.train import TrainedVectors, Trainer, log_odds
 from tests.train.match.synthetic import domains, quick
 
@@ -33,8 +32,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def with_all_parts(made: Made, monkeypatch: pytest.MonkeyPatch) -> JoinedVectors:
-    monkeypatch.setattr(arms, "ENCODER_WEIGHTS", (0.5,))
-    monkeypatch.setattr(arms, "POPULARITY_WEIGHTS", (0.2,))
+    monkeypatch.setattr(joined, "ENCODER_WEIGHTS", (0.5,))
+    monkeypatch.setattr(joined, "POPULARITY_WEIGHTS", (0.2,))
     return join(*made[1:])
 
 
@@ -54,14 +53,11 @@ def test_it_is_the_weighted_sum_of_its_parts(made: Made, monkeypatch: pytest.Mon
 
 
 def test_a_part_that_does_not_help_is_left_out(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms, "ENCODER_WEIGHTS", (0.0,))
-    monkeypatch.setattr(arms, "POPULARITY_WEIGHTS", (0.0,))
+    monkeypatch.setattr(joined, "ENCODER_WEIGHTS", (0.0,))
+    monkeypatch.setattr(joined, "POPULARITY_WEIGHTS", (0.0,))
     found = join(*made[1:])
     assert found.items.shape[1] == made[2].served.model.num_values
     assert found.folding.encoder is None
-    assert join(made[1], made[2], None).folding.encoder is None
-    alone = join(made[1], None, made[3])  # the encoder alone, with its prior
-    torch.testing.assert_close(alone.users[:5] @ alone.items.T, made[3].scores(torch.arange(5)), atol=1e-4, rtol=1e-4)
 
 
 def test_folding_is_the_trainings_formula(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,7 +75,7 @@ def test_folding_is_the_trainings_formula(made: Made, monkeypatch: pytest.Monkey
 
 def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     both, data, _, _ = made
-    monkeypatch.setattr(arms, "ENCODER_WEIGHTS", (0.5,))
+    monkeypatch.setattr(joined, "ENCODER_WEIGHTS", (0.5,))
     cold = data.target.users[0]  # loses every target edge
     kept = data.target.users != cold
     target = type(data.target)(data.target.users[kept], data.target.items[kept], 160, data.target.num_items)
@@ -148,21 +144,21 @@ def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_
     np.testing.assert_allclose(trained.folding.vector(user, items), trained.users[user], atol=1e-5)
 
 
-@pytest.mark.parametrize(("k", "power"), [(4, 0.0), (4, 0.75)])
-def test_the_prior_is_the_best_logit_that_knows_no_user(k: int, power: float) -> None:
+def test_the_prior_is_the_best_logit_that_knows_no_user() -> None:
     """Of positives by P and k negatives by Q the cross-entropy is least at log(P / (k Q)): no step improves it."""
+    k = 4
     random = np.random.default_rng(0)
     graph = unique_edges(random.integers(0, 50, 400), (20 * random.random(400) ** 2).astype(np.int64), 50, 20)
     degrees = graph.degrees()[1].astype(float)
     assert (degrees > 0).all()
-    positives, drawn = degrees / degrees.sum(), degrees**power / (degrees**power).sum()
+    positives, drawn = degrees / degrees.sum(), np.full(20, 1 / 20)
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
         own, others = (torch.from_numpy(p) for p in (positives, drawn))
         plus = torch.nn.functional.softplus
         return (own * plus(-logits) + k * others * plus(logits)).sum()
 
-    prior = log_odds(graph, k, power).double().requires_grad_()
+    prior = log_odds(graph, k).double().requires_grad_()
     (gradient,) = torch.autograd.grad(loss(prior), prior)
     flat = torch.zeros(20, dtype=torch.float64, requires_grad=True)
     (before,) = torch.autograd.grad(loss(flat), flat)

@@ -10,7 +10,7 @@ import pytest
 from npu_gr.core.arrays import F32
 from npu_gr.model.order import WEIGHTS, Order
 from npu_gr.train.data import InteractionLog, NextItem, build_log
-from npu_gr.train.next_item import Difference
+from npu_gr.train.metrics import Difference
 from npu_gr.train.rank.order import ItemList, count_order
 from npu_gr.train.rank.order_choice import SOURCES, alone, better_alone, in_words, to_serve
 from tests.train.synthetic import NUM_ITEMS, planted

@@ -28,10 +28,10 @@ from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LoggedCross, LogInputs
+from npu_gr.train.rank.losses import user_vectors
 from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions
 from npu_gr.train.rank.schema import choose_features, factorise, number_feature
 from npu_gr.train.rank.train import train_rank
-from npu_gr.train.rank.validation import user_vectors
 from tests.models import CPU
 from tests.train.synthetic import NUM_ITEMS, planted
 

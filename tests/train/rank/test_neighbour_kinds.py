@@ -10,9 +10,9 @@ import torch
 
 from npu_gr.model.neighbours import LAST_ITEMS
 from npu_gr.model.order import WEIGHTS, Order
-from npu_gr.train.baselines.choose import graph_of
-from npu_gr.train.baselines.linear import EASE
+from npu_gr.train.baselines import graph_of
 from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.linear import EASE
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank import neighbours as module
 from npu_gr.train.rank import order_choice

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from npu_gr.features.interactions import Interactions
-from npu_gr.train.baselines import choose
 from npu_gr.train.data import build_log
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.train import train_rank
@@ -49,7 +48,7 @@ def test_of_few_events_item_knn_is_served_and_judged_as_it_is(few: Interactions)
 
 
 def test_without_item_knn_the_fitted_order_is_served(few: Interactions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "MAX_EDGES", 10)
+    monkeypatch.setattr("npu_gr.train.baselines.MAX_EDGES", 10)
     checkpoint, found = train_rank(few, [], msgspec.structs.replace(QUICK, refit=False))
     assert "ItemKNN's" not in found.fitting
     assert checkpoint.order is not None

@@ -15,9 +15,9 @@ from npu_gr.train.data import NextItem, build_log
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.fit import BEHIND, Fitted, GivesUp, changes, new_model, search
 from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.losses import event_likelihood, next_item_likelihood
 from npu_gr.train.rank.options import CLICK, LIKE, TrainOptions, make_labels
 from npu_gr.train.rank.train import train_rank
-from npu_gr.train.rank.validation import event_likelihood, next_item_likelihood
 from tests.train.rank.test_order import answer
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import NUM_ITEMS, planted

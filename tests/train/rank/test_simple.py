@@ -12,11 +12,10 @@ import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.model.order import WEIGHTS, Order, OrderSum, load_order, save_order
-from npu_gr.train.baselines import fit_baselines
-from npu_gr.train.baselines.choose import LinearBaseline
-from npu_gr.train.baselines.linear import EXPONENTS
-from npu_gr.train.baselines.linear import WEIGHTS as POPULARITY_WEIGHTS
+from npu_gr.train.baselines import LinearBaseline, fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.linear import EXPONENTS
+from npu_gr.train.linear import WEIGHTS as POPULARITY_WEIGHTS
 from npu_gr.train.metrics import F64, ndcg_of_each
 from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.rank import neighbours

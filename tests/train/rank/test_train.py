@@ -21,7 +21,7 @@ from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.order import Order
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
-from npu_gr.train.next_item import Difference
+from npu_gr.train.metrics import Difference
 from npu_gr.train.rank import order_choice as module
 from npu_gr.train.rank.evaluate import judged_logits
 from npu_gr.train.rank.inputs import LogInputs

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from npu_gr.core.feature_schema.factors import PENALTY
-from npu_gr.train.baselines import Baseline, Markov, MatrixFactorisation, Means, Popularity
+from npu_gr.train.baselines import Markov, MatrixFactorisation, Means, Popularity
 from npu_gr.train.data import InteractionLog, build_log
+from npu_gr.train.next_item import Baseline
 from npu_gr.train.rank.evaluate import evaluate_baseline
 from tests.train.synthetic import planted
 

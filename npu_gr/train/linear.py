@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -239,6 +240,8 @@ def _inverse(gram: Tensor, ridge: float) -> Tensor:
     return inverse
 
 
+KNN_EXPONENTS = (0.0, 0.5)  # of users and of items, of ItemKNN
+RIDGES = (10.0, 100.0, 1000.0)  # of EASE
 EXPONENTS = (0.0, 0.5, 0.75)  # g
 WEIGHTS = (0.0, 0.2, 0.5, 1.0)  # b
 SCALE_USERS = 256  # users whose scores decide the scale
@@ -252,6 +255,20 @@ class Candidate(NamedTuple, Generic[M]):
 
     name: str  # its settings in words
     make: Callable[[], M]
+
+
+def item_knns(graph: Graph, num_scored: int) -> Iterator[Candidate[ItemKNN]]:
+    """List the candidates of ItemKNN: both exponents."""
+    for of_user, of_item in product(KNN_EXPONENTS, KNN_EXPONENTS):
+        make = partial(ItemKNN, graph, num_scored, of_user, of_item)
+        yield Candidate(f"user exponent {of_user:g}, item exponent {of_item:g}", make)
+
+
+def eases(graph: Graph, num_scored: int) -> Iterator[Candidate[EASE]]:
+    """List the candidates of EASE; none if it is too large to invert."""
+    if ease_is_too_large(graph) is None:
+        for ridge in RIDGES:
+            yield Candidate(f"ridge {ridge:g}", partial(EASE, graph, num_scored, ridge))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

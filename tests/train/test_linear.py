@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from npu_gr.core.errors import DataError
-from npu_gr.train.baselines import linear
-from npu_gr.train.baselines.linear import EASE, ItemKNN, PureSVD, spectrum
+from npu_gr.train import linear
 from npu_gr.train.judge import Graph, unique_edges
+from npu_gr.train.linear import EASE, ItemKNN, PureSVD, spectrum
 
 
 def make_graph(num_users: int, num_items: int, seed: int = 0) -> Graph:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.train.baselines.sasrec import SASRec, SASRecOptions
+from benchmarks.sasrec import SASRec, SASRecOptions
 from npu_gr.train.data import InteractionLog, build_log
-from npu_gr.train.generate.retrieval import baseline_figures
+from npu_gr.train.next_item import baseline_figures
 from tests.train.synthetic import planted
 
 TINY = SASRecOptions(dim=16, num_layers=1, history_items=8, learning_rate=1e-2, epochs=12, dropout=0.1)

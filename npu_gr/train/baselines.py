@@ -1,40 +1,39 @@
-"""Baselines that count: popularity, what follows the last item, and what follows the last items.
-
-What a baseline is: something simple that a trained model has to beat, measured by the model's own protocol.
+"""Baselines: something simple that a trained model has to beat, measured by the model's own protocol.
 
 Every baseline learns items from the trained events alone; to score an event it may read, like the ranker, all events of
-the user before it, those after the trained ones included.
+the user before it, those after the trained ones included. `fit_baselines` fits those of the next item, and chooses the
+linear ones' settings on a validation.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from npu_gr.core.arrays import F32, I64
+from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.factors import NUM_FACTORS, PENALTY, expected, solve_each
-from npu_gr.train.data import InteractionLog
+from npu_gr.train.data import InteractionLog, Split
+from npu_gr.train.judge import Graph, HeldOut, Judge, unique_edges
+from npu_gr.train.linear import (
+    Candidate,
+    ItemKNN,
+    LinearModel,
+    PureSVD,
+    Tuned,
+    ease_is_too_large,
+    eases,
+    item_knns,
+    spectrum,
+    tune,
+)
 from npu_gr.train.metrics import F64
-
-
-class Baseline(Protocol):
-    """A baseline, fitted to the trained events of a log."""
-
-    name: str
-
-    def liking(self, log: InteractionLog) -> F64 | None:
-        """Score how much the user likes the item of each event of the log, from the user's events before it.
-
-        Returns:
-            float64 [n]; None = the baseline does not predict ratings.
-        """
-        ...
-
-    def next_items(self, log: InteractionLog, user: int) -> F64:
-        """Score each item as the one after the user's trained events, float64 [num_items]."""
-        ...
-
+from npu_gr.train.next_item import MANY_REPEATS, Baseline, sample_targets
 
 LAGS = 5  # events between two items that still make a transition, and last events that are read
 DECAY = 0.6  # of a transition's weight with each event between, and of an event's weight with each newer one
@@ -204,3 +203,103 @@ def _events_of_each(owners: I64, count: int) -> list[I64]:
     """List the events of each of `count` owners, in the log's order."""
     order = np.argsort(owners, kind="stable")
     return np.split(order, np.searchsorted(owners[order], np.arange(1, count)))
+
+
+VALIDATION_USERS = 1000  # most of them
+MAX_EDGES = 2_000_000  # of a log whose linear models are fitted: the validation of one takes minutes above it
+ITEM_EXPONENTS = (0.0, 0.5)  # of PureSVD
+NUM_VALUES = (16, 32, 64)
+
+Models = Callable[[Graph, int], Iterator[Candidate[LinearModel]]]  # of the first items of a graph
+
+
+class FittedBaselines(NamedTuple):
+    """Baselines of one log."""
+
+    fitted: list[Baseline]
+    left_out: tuple[str, ...]  # why others are not among them
+
+    @property
+    def item_knn(self) -> LinearBaseline | None:
+        """ItemKNN; None = it is left out."""
+        linear = (one for one in self.fitted if isinstance(one, LinearBaseline))
+        return next((one for one in linear if isinstance(one.tuned.model, ItemKNN)), None)
+
+
+@dataclass(slots=True, eq=False)
+class LinearBaseline:
+    """A linear model of who has what, which knows no order of events."""
+
+    name: str
+    tuned: Tuned[LinearModel]
+    models: Models  # that it was chosen among
+    scale_users: I64  # some of the validation's, whose scores decide the scale
+
+    def refitted(self, log: InteractionLog) -> LinearBaseline:
+        """Fit the same settings to the trained events of another log of the same users and items."""
+        graph = graph_of(log)
+        tuned = self.tuned.refitted(self.models(graph, graph.num_items), graph.degrees()[1], self.scale_users)
+        return replace(self, tuned=tuned)
+
+    def liking(self, log: InteractionLog) -> F64 | None:
+        return None
+
+    def next_items(self, log: InteractionLog, user: int) -> F64:
+        scores: F64 = self.tuned.scores(torch.tensor([user]))[0].double().numpy()
+        return scores
+
+
+def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselines:
+    """Fit popularity, Markov counts, decayed transitions, ItemKNN, EASE and PureSVD to the trained events.
+
+    The linear models' settings are those with the best smooth HIT on a split of the trained events: of unseen items, or
+    of all where most of the next ones are repeats.
+
+    Args:
+        log: the whole of it.
+        split: that made it; splits the trained events again.
+        seed: draws the users of the validation.
+    """
+    fitted: list[Baseline] = [Popularity(log), Markov(log), DecayedTransitions(log)]
+    graph = graph_of(log)
+    if len(graph.users) > MAX_EDGES:
+        words = f"ItemKNN, EASE and PureSVD are left out: {len(graph.users)} pairs of user and item, over {MAX_EDGES}"
+        return FittedBaselines(fitted, (words,))
+    too_large = ease_is_too_large(graph)
+    kinds: dict[str, Models] = {"ItemKNN": item_knns, "EASE": eases, "PureSVD": _svds}
+    if too_large is not None:
+        del kinds["EASE"]
+    earlier, judge = _validation(log, split, seed)
+    for name, models in kinds.items():
+        chosen = tune(models(earlier, earlier.num_items), earlier.degrees()[1], judge)
+        fitted.append(LinearBaseline(name, chosen, models, judge.held_out.users).refitted(log))
+    return FittedBaselines(fitted, () if too_large is None else (too_large,))
+
+
+def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Judge]:
+    """Split the trained events again; a log that is too small for it has nothing to validate on."""
+    try:
+        earlier = log.only_trained(split)
+    except DataError:
+        earlier = log.all_trained()
+    targets = sample_targets(earlier.next_items(), VALIDATION_USERS, seed)
+    users = np.array([target.user for target in targets], np.int64)
+    items = earlier.items[np.array([target.event for target in targets], np.int64)]
+    graph = graph_of(earlier)
+    had = np.isin(users * graph.num_items + items, graph.users * graph.num_items + graph.items)
+    judges_all = len(had) > 0 and had.mean() > MANY_REPEATS
+    return graph, Judge.make(HeldOut(users, items), graph.none() if judges_all else graph)
+
+
+def graph_of(log: InteractionLog) -> Graph:
+    """Make the graph of who has what in the trained events."""
+    trained = log.trained
+    return unique_edges(log.users[trained], log.items[trained], log.num_users, log.num_items)
+
+
+def _svds(graph: Graph, num_scored: int) -> Iterator[Candidate[LinearModel]]:
+    for exponent in ITEM_EXPONENTS:
+        found = spectrum(graph, exponent, max(NUM_VALUES))
+        for num_values in NUM_VALUES:
+            make = partial(PureSVD, found, num_scored, num_values, 1.0)
+            yield Candidate(f"item exponent {exponent:g}, {num_values} values", make)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from npu_gr.train.baselines import DecayedTransitions, choose, fit_baselines
-from npu_gr.train.baselines.linear import Candidate, tune
+from npu_gr.train.baselines import DecayedTransitions, fit_baselines
 from npu_gr.train.data import InteractionLog, build_log
-from npu_gr.train.generate.retrieval import baseline_figures
 from npu_gr.train.judge import HeldOut, Judge, unique_edges
+from npu_gr.train.linear import Candidate, tune
+from npu_gr.train.next_item import baseline_figures
 from tests.train.synthetic import planted
 
 NAMES = ["popularity", "Markov counts", "decayed transitions", "ItemKNN", "EASE", "PureSVD"]
@@ -40,11 +40,11 @@ def test_the_last_event_decides_nothing(log: InteractionLog) -> None:
 
 
 def test_what_is_too_large_is_left_out_in_words(log: InteractionLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("npu_gr.train.baselines.linear.MAX_SIDE", 3)
+    monkeypatch.setattr("npu_gr.train.linear.MAX_SIDE", 3)
     baselines, (words,) = fit_baselines(log, "leave-one-out", 0)
     assert [b.name for b in baselines] == [name for name in NAMES if name != "EASE"]
     assert words.startswith("EASE is left out: ")
-    monkeypatch.setattr(choose, "MAX_EDGES", 10)
+    monkeypatch.setattr("npu_gr.train.baselines.MAX_EDGES", 10)
     baselines, (words,) = fit_baselines(log, "leave-one-out", 0)
     assert [b.name for b in baselines] == NAMES[:3]
     assert "over 10" in words
