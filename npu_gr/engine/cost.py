@@ -9,7 +9,7 @@ Source: the risk test of RelayGR's sequence-aware trigger (arXiv:2601.01712), in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,3 +130,38 @@ class RunningQuantile:
             return
         rate = max(self._rate, 1.0 / self.num_samples)
         self.value *= 1.0 + rate * self._q if sample > self.value else 1.0 / (1.0 + rate * (1.0 - self._q))
+
+
+LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this
+
+
+class PassCosts:
+    """How long an engine's passes and copies take, and how long they wait: what the relay plans by."""
+
+    def __init__(self, wait_s: Callable[[float], float]) -> None:
+        """Know nothing yet.
+
+        Args:
+            wait_s: seconds that a request with this objective would wait for the device.
+        """
+        self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)  # until the warm-up has fitted it
+        self.copy_bytes_per_s = float("inf")  # until it is measured
+        # The SLO objective in seconds from a request's arrival. It sets the request's place in the queue; only the
+        # deadline, which is later, cancels the request.
+        self.objective_s = float("inf")
+        self._wait_s = wait_s
+        self._residual_s = RunningQuantile(0.9, LEAST_RESIDUAL_S)
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds that a request arriving now would wait for the device."""
+        return self._wait_s(self.objective_s)
+
+    @property
+    def residual_s(self) -> float:
+        """P90 of (actual - predicted) seconds of recent full passes that shared the device with no other request."""
+        return self._residual_s.value
+
+    def observe_pass(self, expected_s: float, took_s: float) -> None:
+        """Record how far the cost model was from a full pass that had the device to itself."""
+        self._residual_s.observe(max(took_s - expected_s, LEAST_RESIDUAL_S))

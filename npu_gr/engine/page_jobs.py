@@ -1,4 +1,4 @@
-"""What every engine does with pages of prefix KV: copy them between the tiers, overwrite them, and time both.
+"""What every engine does with pages of prefix KV: copy them between the tiers, and overwrite them.
 
 `RankEngine` and `GenerateEngine` extend `PageJobs`. The relay sees either of them as an `Encoder` (`relay/encoder.py`).
 """
@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from npu_gr.backend.base import Backend
-from npu_gr.engine.cost import CostModel, RunningQuantile
+from npu_gr.engine.cost import PassCosts
 from npu_gr.engine.kv.arena import KVArena
 from npu_gr.engine.kv.pages import PageRun
 from npu_gr.engine.queue import JobOrder, JobResult
 from npu_gr.engine.scheduler import Scheduler
 
-LEAST_RESIDUAL_S = 1e-4  # a running quantile needs positive samples: a pass that took no longer counts as this
 # A model that is proven and warmed up beside a serving one submits one job after the other, each to be done by then:
 # later than the objective of a rank, so the ranks that wait go first; soon enough that a reload ends within seconds on
 # a busy device. By its aging alone (`SchedulerConfig.aging_s`) each of some twenty-five jobs would wait for 2 s.
@@ -65,38 +64,6 @@ def chunks(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
         end = min(stop, (start // size + 1) * size)
         yield start, end
         start = end
-
-
-class PassCosts:
-    """How long an engine's passes and copies take, and how long they wait: what the relay plans by."""
-
-    def __init__(self, wait_s: Callable[[float], float]) -> None:
-        """Know nothing yet.
-
-        Args:
-            wait_s: seconds that a request with this objective would wait for the device.
-        """
-        self.cost = CostModel(0.0, 0.0, 0.0, 0.0, 0.0)  # until the warm-up has fitted it
-        self.copy_bytes_per_s = float("inf")  # until it is measured
-        # The SLO objective in seconds from a request's arrival. It sets the request's place in the queue; only the
-        # deadline, which is later, cancels the request.
-        self.objective_s = float("inf")
-        self._wait_s = wait_s
-        self._residual_s = RunningQuantile(0.9, LEAST_RESIDUAL_S)
-
-    @property
-    def queue_s(self) -> float:
-        """Seconds that a request arriving now would wait for the device."""
-        return self._wait_s(self.objective_s)
-
-    @property
-    def residual_s(self) -> float:
-        """P90 of (actual - predicted) seconds of recent full passes that shared the device with no other request."""
-        return self._residual_s.value
-
-    def observe_pass(self, expected_s: float, took_s: float) -> None:
-        """Record how far the cost model was from a full pass that had the device to itself."""
-        self._residual_s.observe(max(took_s - expected_s, LEAST_RESIDUAL_S))
 
 
 class PageJobs(PassCosts):
