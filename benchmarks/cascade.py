@@ -30,14 +30,14 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.request import Outcome, RecommendAnswer, RecommendRequest
 from npu_gr.core.served import ModelInfo
 from npu_gr.engine.rank_engine import RankPass
-from npu_gr.jobs.base import Call
-from npu_gr.jobs.cascade_plan import RecommendConfig
-from npu_gr.jobs.config import RankingConfig
-from npu_gr.jobs.histories import UserHistory
-from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.recommend import Cascade
-from npu_gr.jobs.scored_items import ScoredItems
-from npu_gr.jobs.sources import SizedSource, Source, SourceRequest
+from npu_gr.handlers.base import Call
+from npu_gr.handlers.cascade_plan import RecommendConfig
+from npu_gr.handlers.config import RankingConfig
+from npu_gr.handlers.histories import UserHistory
+from npu_gr.handlers.ranking import Ranking
+from npu_gr.handlers.recommend import Cascade
+from npu_gr.handlers.scored_items import ScoredItems
+from npu_gr.handlers.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics
 from npu_gr.service.config import SLOConfig
 

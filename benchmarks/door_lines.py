@@ -63,7 +63,7 @@ def of_run(arm: str, found: Run) -> Iterator[Line]:
         case "slow":
             yield _goodput(f"{case}, {found.slowed:.2f} of it", found, SLOW if must else None)
         case "bursts" | "fair":
-            yield _refused(f"{case}: {told(found)}", found.main, is_new)
+            yield _rejected(f"{case}: {told(found)}", found.main, is_new)
         case _:
             yield _normal(f"{case}: {told(found)}", found, is_new)
     if load.group in ("poisson", "slow") and load.size > 1 and must:
@@ -85,7 +85,7 @@ def of_run(arm: str, found: Run) -> Iterator[Line]:
 def of_repeats(repeats: Sequence[Sequence[Line]]) -> Iterator[Line]:
     """Of lines that were measured several times: each by the run whose ratio is the median.
 
-    What the others came to is told beside it: the median of bursts hides one that was refused.
+    What the others came to is told beside it: the median of bursts hides one that was rejected.
 
     Args:
         repeats: of each time, the same lines.
@@ -130,14 +130,14 @@ def told(found: Run) -> str:
     main = found.main
     span_s = main.span_s
     text = (
-        f"{main.good_per_s:.0f} in time, {main.refused_per_s:.0f} refused, {main.late / span_s:.0f} late, "
+        f"{main.good_per_s:.0f} in time, {main.rejected_per_s:.0f} rejected, {main.late / span_s:.0f} late, "
         f"{main.unanswered / span_s:.0f} lost a second of {main.due / span_s:.0f}, "
         f"P50 {main.answered_ms.p50:.0f} P99 {main.answered_ms.p99:.0f} ms, {found.cpu_s * 1e3:.2f} ms CPU a rank, "
         f"the client {found.client.cpu_s / found.client.ran_s:.2f} of a core"
     )
     if found.load.group == "fair":
         hot = found.client.stream("hot")
-        text += f"; hot {hot.good_per_s:.0f}/s in time, {hot.refused_per_s:.0f}/s refused"
+        text += f"; hot {hot.good_per_s:.0f}/s in time, {hot.rejected_per_s:.0f}/s rejected"
     return text
 
 
@@ -154,10 +154,10 @@ def _goodput(case: str, found: Run, target: float | None) -> Line:
     )
 
 
-def _refused(case: str, counts: StreamCounts, has_target: bool) -> Line:
-    refused = counts.refused
+def _rejected(case: str, counts: StreamCounts, has_target: bool) -> Line:
+    rejected = counts.rejected
     return compared(
-        "door", case, refused, "refused", "due", counts.due, float(not refused), 1.0 if has_target else None
+        "door", case, rejected, "rejected", "due", counts.due, float(not rejected), 1.0 if has_target else None
     )
 
 

@@ -24,18 +24,18 @@ from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events
 from npu_gr.core.request import RankRequest
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import LateFeatures, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
+from npu_gr.model.history_tokenizer import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
-from npu_gr.server.codec import bulk
-from npu_gr.server.codec.media import JSON, MSGPACK, decode, skim
-from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas import bulk
+from npu_gr.server.schemas.media import JSON, MSGPACK, decode, skim
+from npu_gr.server.schemas.rank import RankBody, parse
 
 OPTIONS = (BACKEND, THREADS, SEED, timed_for(3.0))
 TOKENS, CANDIDATES = 1024, 500
@@ -168,7 +168,7 @@ class _Bench:
             1,
             max_tokens=TOKENS,
             cut_step_tokens=1,
-            refuse_unknown=True,
+            reject_unknown=True,
             features=self._features,
             user_features=user,
         )

@@ -86,7 +86,7 @@ def lines(
             counts = _beside(front.port, bodies, goal_s, seed, event)
             failed = counts.due - counts.answered
             case = (
-                f"fleet of {SIZE}, {name}: {counts.refused} refused, {counts.unanswered} lost, {counts.late} late of "
+                f"fleet of {SIZE}, {name}: {counts.rejected} rejected, {counts.unanswered} lost, {counts.late} late of "
                 f"{counts.due} ranks at {PER_S:.0f}/s, P99 {counts.answered_ms.p99:.0f} ms"
             )
             tell("door", case)
@@ -127,5 +127,5 @@ def _beside(port: int, bodies: Path, goal_s: float, seed: int, event: Callable[[
 def _sum(parts: Sequence[StreamCounts]) -> StreamCounts:
     """The counts of several runs together; times are of the one whose P99 is the worst."""
     worst = max(parts, key=lambda counts: counts.answered_ms.p99)
-    names = ("due", "unsent", "in_time", "late", "refused", "other", "timeouts", "errors")
+    names = ("due", "unsent", "in_time", "late", "rejected", "other", "timeouts", "errors")
     return msgspec.structs.replace(worst, **{name: sum(getattr(one, name) for one in parts) for name in names})

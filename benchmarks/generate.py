@@ -27,8 +27,8 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig, DecoderLayer
 from npu_gr.model.t5 import T5, T5Config
 

@@ -17,19 +17,19 @@ import torch
 
 from benchmarks.frame import Line, compared, timed_in_turn
 from benchmarks.rank import layout
-from npu_gr.backend.calls import HstuWholeCall
+from npu_gr.backend.calls import FusedForwardCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryReport
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 
 TIMES_SEGMENTS = 2.0  # faster than segment by segment
@@ -46,7 +46,7 @@ NOTHING: I64 = np.empty(0, np.int64)
 class SegmentWise(CPUBackend):
     """The CPU's kernels without the one call."""
 
-    def hstu_whole(self, call: HstuWholeCall) -> None:
+    def fused_forward(self, call: FusedForwardCall) -> None:
         """Leave every pass to the other ops."""
         return
 

@@ -91,12 +91,12 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
     unsent: int  # of the timeouts: no connection was free
     in_time: int
     late: int  # answered after the goal, before the deadline; 504 too
-    refused: int  # 429
+    rejected: int  # 429
     other: int  # another status
     timeouts: int
     errors: int  # the connection failed or closed in the middle
     answered_ms: ClientTimes  # in time or late, from the due instant
-    bins: list[tuple[int, int, int, int, int, int]]  # by when due, 50 ms each: in_time, late, refused, other, ...
+    bins: list[tuple[int, int, int, int, int, int]]  # by when due, 50 ms each: in_time, late, rejected, other, ...
 
     @property
     def good_per_s(self) -> float:
@@ -104,9 +104,9 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
         return self.in_time / self.span_s
 
     @property
-    def refused_per_s(self) -> float:
-        """Refusals, a second."""
-        return self.refused / self.span_s
+    def rejected_per_s(self) -> float:
+        """Rejections, a second."""
+        return self.rejected / self.span_s
 
     @property
     def answered(self) -> int:
@@ -120,7 +120,7 @@ class StreamCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def unanswered(self) -> int:
-        """Requests that got neither an answer nor a refusal."""
+        """Requests that got neither an answer nor a rejection."""
         return self.timeouts + self.errors + self.other
 
 

@@ -125,7 +125,7 @@ class Usual(NamedTuple):
     """What some clients get in a normal time."""
 
     good: float  # answers in time, in a bin
-    share: float  # of the answers, refusals and losses
+    share: float  # of the answers, rejections and losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.frame import SEED, Line, option, percentiles, timed, timed_for, timed_in_turn
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import F32
-from npu_gr.matching.matcher import ExactIndex, HnswIndex, recall
+from npu_gr.vector_search.matcher import ExactIndex, HnswIndex, recall
 
 OPTIONS = (
     option("--items", default=1_000_000, type=click.IntRange(1000), help="Items of the catalogue."),

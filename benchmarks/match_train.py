@@ -15,7 +15,7 @@ import click
 import numpy as np
 
 from benchmarks.frame import COUNT, SEED, Line, compared, option
-from npu_gr.train.judge import Graph
+from npu_gr.train.evaluate import Graph
 from npu_gr.train.match.domains import MatchData, hold_out
 from npu_gr.train.match.train import MatchOptions, Trainer
 from npu_gr.train.steps import TrainingProgress
@@ -51,8 +51,8 @@ def lines(edges: int, steps: int, seed: int) -> Iterator[Line]:
         batch_edges=min(65_536, edges // 16), batch_anchors=2048,
     )  # fmt: skip
     ends_at: dict[str, list[float]] = {}
-    no_twins = Graph(np.empty(0, np.int64), np.empty(0, np.int64), num_users, target.num_items)
-    Trainer(MatchData(source, target, validation, no_twins), options).run(lambda done: _note(ends_at, done))
+    no_near_duplicates = Graph(np.empty(0, np.int64), np.empty(0, np.int64), num_users, target.num_items)
+    Trainer(MatchData(source, target, validation, no_near_duplicates), options).run(lambda done: _note(ends_at, done))
     defaults = MatchOptions()
     planned = {"source": defaults.source_steps, "target": defaults.target_steps, "inter": defaults.inter_steps}
     step_s = {stage: float(np.median(np.diff(ends))) for stage, ends in ends_at.items()}

@@ -24,10 +24,10 @@ from benchmarks.frame import SEED, SHIPPED_CONFIG, Line, compared, timed, timed_
 from benchmarks.servers import Server, Traffic, free_port, instance, make_checkpoint, running
 from benchmarks.wire import inference_message, raw_infer
 from npu_gr.model.weights import load as load_checkpoint
-from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.grpc.inference import INFERENCE, message
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.routes import HEADER_LENGTH
-from npu_gr.server.rpc.inference import INFERENCE, message
+from npu_gr.server.schemas.media import MSGPACK
 
 OPTIONS = (SEED, SHIPPED_CONFIG, timed_for(3.0, "Of each way."))
 BASELINE = "/v1, raw msgpack"

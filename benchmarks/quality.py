@@ -32,7 +32,7 @@ from benchmarks.quality_match import INGREDIENTS, JOINT_SVD, POPULARITY, SCCDR, 
 from benchmarks.sasrec import SASRec, SASRecOptions
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.dataset import read_log
-from npu_gr.features.interactions import Interactions, movielens_100k, read_item_features
+from npu_gr.history_store.interactions import Interactions, movielens_100k, read_item_features
 from npu_gr.train.data import build_log
 from npu_gr.train.generate.train import BEAUTY, BEAUTY_GIVEN, MOVIELENS, SPLIT, GenerateOptions, train_generator
 from npu_gr.train.generate.train import QUICK as QUICK_GENERATOR
@@ -142,7 +142,7 @@ def lines(
     seeds: int,
     quick: bool,
 ) -> Iterator[Line]:
-    """Train and judge, a line a data set, way and figure.
+    """Train and evaluate, a line a data set, way and figure.
 
     Args:
         pairs: of matching; None = without it.
@@ -215,9 +215,9 @@ def match_lines(
 def _pair_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -> Iterator[Line]:
     """What is served, and SCCDR alone."""
     case = f"match {pair[0]} -> {pair[1]}"
-    judges = {"": domains.judge(), ", twins too": domains.judge_with_twins()}
+    evaluates = {"": domains.evaluate(), ", near-duplicates too": domains.judge_with_near_duplicates()}
     arms = (POPULARITY, *BASELINES, SCCDR, SERVED)
-    ranks = fitted_ranks(domains, effort.match, effort.seeds, arms, judges)
+    ranks = fitted_ranks(domains, effort.match, effort.seeds, arms, evaluates)
     for kind, found in ranks.items():
         simple = {arm: rows for arm, rows in found.items() if arm in BASELINES or arm == POPULARITY}
         for name in ("HIT@10", "HIT@50"):
@@ -234,7 +234,7 @@ def _ingredient_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -
     """What each ingredient brings, of all tested users and of newcomers."""
     case = f"match {pair[0]} -> {pair[1]}"
     arms = (POPULARITY, *INGREDIENTS, SERVED)
-    found = fitted_ranks(domains, effort.match, effort.seeds, arms, {"": domains.judge()})[""]
+    found = fitted_ranks(domains, effort.match, effort.seeds, arms, {"": domains.evaluate()})[""]
     for less, ours in pairwise(arms):
         yield _line(f"{case}: {ours}", "HIT@50", found[ours], {less: found[less]})
     found = newcomer_ranks(domains, effort.match, effort.seeds)
@@ -268,10 +268,10 @@ def next_lines(interactions: Interactions, case: str, effort: Effort) -> Iterato
         of_what = "unseen"
         for seed in effort.seeds:
             found, baselines = train(seed)
-            ours.append(found.judged)
-            of_what = "all items" if found.judges_all else of_what
+            ours.append(found.evaluated)
+            of_what = "all items" if found.evaluates_all else of_what
             for name, ranks in (baselines | {SASRec.name: learnt[seed]}).items():
-                simple.setdefault(name, []).append(ranks.judged)
+                simple.setdefault(name, []).append(ranks.evaluated)
         for name in ("HR@10", "NDCG@10"):
             yield _line(f"next {case}: {way}, {of_what}", name, ours, simple)
 

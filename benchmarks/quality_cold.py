@@ -2,7 +2,7 @@
 
     items      a tenth of them, drawn at random: all their events are taken out of the training
     training   the oldest four fifths of each user's events; of these the last one is held out for the evaluation
-    judged     the newest fifth of each user's events. The history of an event is everything before it, cold items
+    evaluated     the newest fifth of each user's events. The history of an event is everything before it, cold items
                included: they are known by then, as items are that POST /v1/catalog/items added
 
 The ranker reads the items' features. The generator's semantic IDs are made by residual k-means of the items' neighbours
@@ -32,13 +32,13 @@ import torch
 
 from benchmarks.frame import Line
 from npu_gr.core.arrays import I64
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.data import InteractionLog, NextItem, build_log, to_train_on
 from npu_gr.train.generate.codes import ItemCodes, codes_of_new, codes_text, item_vectors, residual_codes
-from npu_gr.train.generate.train import COMPANY_WINDOW, SPLIT, GenerateOptions, GeneratorJudge, train_generator
+from npu_gr.train.generate.train import COMPANY_WINDOW, SPLIT, GenerateOptions, GeneratorEvaluator, train_generator
 from npu_gr.train.metrics import (
     F64,
     Difference,
@@ -50,11 +50,11 @@ from npu_gr.train.metrics import (
     ndcg_of_each,
 )
 from npu_gr.train.next_item import sample_targets
-from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.blend import NUM_FOLLOWERS, ItemList, ListSizes, retrieved_lists
+from npu_gr.train.rank.evaluate import evaluated_logits
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import user_vectors
 from npu_gr.train.rank.options import TrainOptions
-from npu_gr.train.rank.order import NUM_FOLLOWERS, ItemList, ListSizes, retrieved_lists
 from npu_gr.train.rank.train import train_rank
 
 COLD_RATIO = 0.1  # of the items
@@ -73,7 +73,7 @@ def cold_lines(
     rank: TrainOptions,
     generate: GenerateOptions,
 ) -> Iterator[Line]:
-    """Train with a tenth of the items taken out, and judge those.
+    """Train with a tenth of the items taken out, and evaluate those.
 
     Args:
         interactions: the log, of ratings.
@@ -82,28 +82,28 @@ def cold_lines(
         rank, generate: options of the trainings, without a refit.
     """
     split = cold_log(interactions, features, generate, rank.seed)
-    log, first = split.judged, split.num_trained_items
-    judged = ~log.trained
+    log, first = split.evaluated, split.num_trained_items
+    evaluated = ~log.trained
     is_cold = log.items >= first
-    warm_users, cold_users = log.users[judged & ~is_cold], log.users[judged & is_cold]
+    warm_users, cold_users = log.users[evaluated & ~is_cold], log.users[evaluated & is_cold]
 
     def trained(row_dropout: float) -> tuple[Checkpoint, HSTU, F64]:
         options = msgspec.structs.replace(rank, split=SPLIT, row_dropout=row_dropout)
         checkpoint, _ = train_rank(split.trained, split.features, options)
         wide = with_new_items(checkpoint.model, split.new)
-        return checkpoint, wide, judged_logits(LogInputs(log, wide), wide, wide.config.tasks.index(LIKE))
+        return checkpoint, wide, evaluated_logits(LogInputs(log, wide), wide, wide.config.tasks.index(LIKE))
 
     checkpoint, wide, logits = trained(rank.row_dropout)
     _, _, plain = trained(0.0)
     likes = log.values >= 4
-    labels, cold = likes[judged], is_cold[judged]
+    labels, cold = likes[evaluated], is_cold[evaluated]
     genres = _genre_scores(split, features[0], likes.astype(np.float64))
     for name, scores in (("popularity", np.zeros(len(log.items))), ("likes of the genre", genres.liked[log.items])):
-        base = scores[judged][cold]
+        base = scores[evaluated][cold]
         yield _auc_line(f"cold {case}: AUC like", name, logits[cold], base, labels[cold], cold_users)
     yield _warm_line(f"cold {case}: AUC warm", logits[~cold], plain[~cold], labels[~cold], warm_users)
 
-    events = np.flatnonzero(judged & is_cold)
+    events = np.flatnonzero(evaluated & is_cold)
     every = [NextItem(int(user), int(event)) for user, event in zip(log.users[events], events, strict=True)]
     targets = sample_targets(every, MAX_TARGETS, rank.seed)
     inputs = LogInputs(log, wide)
@@ -166,7 +166,7 @@ class _Genres(NamedTuple):
 
 
 def _genre_scores(split: ColdLog, genre: ItemValues, likes: F64) -> _Genres:
-    log = split.judged
+    log = split.evaluated
     known = log.trained & (log.items < split.num_trained_items)
     events = np.bincount(log.items[known], minlength=log.num_items).astype(np.float64)
     liked = np.bincount(log.items[known], likes[known], minlength=log.num_items)
@@ -210,15 +210,15 @@ def _ranks(
 
 def _generated(split: ColdLog, options: GenerateOptions, targets: Sequence[NextItem]) -> F64:
     """Rank each target by the beams of a generator whose catalogue has the cold items too."""
-    log = split.judged
+    log = split.evaluated
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "codes.json"
         path.write_text(codes_text(log.item_ids[: split.num_trained_items], split.codes))
         options = msgspec.structs.replace(options, given_tokens="codes")  # a cold item has no node of its own
         made = train_generator(split.trained, split.features, options, path)
     codes = replace(split.all_codes, code_count=made.codes.code_count)
-    judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
-    return judge.judge(made.model, log, targets, unseen=True).ranks.unseen
+    evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
+    return evaluate.evaluate(made.model, log, targets, unseen=True).ranks.unseen
 
 
 def _auc_line(case: str, baseline: str, ours: F64, theirs: F64, labels: np.ndarray, users: I64) -> Line:
@@ -267,7 +267,7 @@ class ColdLog(NamedTuple):
 
     trained: Interactions
     features: list[ItemValues]  # of the trained items
-    judged: InteractionLog  # everything; the newest fifth of each user is judged
+    evaluated: InteractionLog  # everything; the newest fifth of each user is evaluated
     num_trained_items: int
     codes: ItemCodes  # of the trained items
     all_codes: ItemCodes  # of all items
@@ -297,7 +297,7 @@ def cold_log(
     return ColdLog(
         trained,
         warm,
-        _judged(everything, known),
+        _evaluated(everything, known),
         len(warm_ids),
         codes,
         replace(codes, sids=np.concatenate([codes.sids, new_codes])),
@@ -320,7 +320,7 @@ def _value_ids(trained: ItemValues, feature: ItemValues, item_ids: I64) -> I64:
     return table
 
 
-def _judged(interactions: Interactions, item_ids: I64) -> InteractionLog:
+def _evaluated(interactions: Interactions, item_ids: I64) -> InteractionLog:
     log = build_log(interactions, [], "user-time")
     order = np.argsort(item_ids)
     return replace(log, items=order[np.searchsorted(item_ids[order], log.item_ids[log.items])], item_ids=item_ids)

@@ -17,8 +17,8 @@ from benchmarks.frame import BACKEND, SEED, THREADS, Line, option, timed, timed_
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Past, Segment

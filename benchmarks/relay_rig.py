@@ -23,15 +23,15 @@ from npu_gr.core.arrays import F32
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
-from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
+from npu_gr.model.history_tokenizer import ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu import HSTU
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Relay
@@ -150,7 +150,7 @@ class Rig:
 
     def tokens(self, events: Events) -> Tokens:
         """The history as the model reads it."""
-        return tokenize(events, self.vocabulary, 1, max_tokens=len(events), cut_step_tokens=1, refuse_unknown=True)
+        return tokenize(events, self.vocabulary, 1, max_tokens=len(events), cut_step_tokens=1, reject_unknown=True)
 
     @asynccontextmanager
     async def serving(self, arm: Arm, objective_s: float) -> AsyncIterator[ServedArm]:

@@ -115,7 +115,7 @@ class SASRec:
             for user, event in targets:
                 yield self._scores(log.items[log.starts[user] : event])
 
-        return ndcg(rank_next_items(log, targets, scores()).judged, 10)
+        return ndcg(rank_next_items(log, targets, scores()).evaluated, 10)
 
 
 class _Transformer(nn.Module):

@@ -370,7 +370,7 @@ def answers(port: int, path: str) -> bool:
 
 
 def ask(port: int, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rank one body after the other over one connection. A refusal, as after a stall, is asked again for `ASK_S`.
+    """Rank one body after the other over one connection. A rejection, as after a stall, is asked again for `ASK_S`.
 
     Raises:
         Unavailable: one was not answered with 200, although nobody else asks.

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.frame import SEED, Line, timed
 from npu_gr.core.history import UserKey
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.tier import DramStore, PrefixKey
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.tier import DramStore, PrefixKey
 
 OPTIONS = (SEED,)
 FEW = 10_000

@@ -24,12 +24,12 @@ from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.kinds import RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import RankRequest
-from npu_gr.server.codec.media import JSON, MSGPACK, decode
-from npu_gr.server.codec.rank import RankBody, parse
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.grpc.inference import INFERENCE, asked_by, message
 from npu_gr.server.oip.models import MODELS, pack
 from npu_gr.server.oip.routes import read as read_infer
-from npu_gr.server.rpc.inference import INFERENCE, asked_by, message
+from npu_gr.server.schemas.media import JSON, MSGPACK, decode
+from npu_gr.server.schemas.rank import RankBody, parse
 
 OPTIONS = (SEED, timed_for(1.0))
 LENGTHS = (1024, 16_384)  # events of a history
@@ -170,7 +170,7 @@ def lines(seed: int, seconds: float) -> Iterator[Line]:
             ]
             slow, ours, copy = timed_in_turn(functions, seconds)
             base_s = percentiles(slow)[0]
-            is_judged = name == "msgpack raw" and num_tokens == max(LENGTHS)
-            target = base_s * 1e3 / RAW_16K_MS if is_judged else None
+            is_evaluated = name == "msgpack raw" and num_tokens == max(LENGTHS)
+            target = base_s * 1e3 / RAW_16K_MS if is_evaluated else None
             case = f"L={num_tokens} M={CANDIDATES} {name}"
             yield timed("wire", case, ours, "JSON lists", slow, target, floor=base_s / percentiles(copy)[0])

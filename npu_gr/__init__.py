@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the same names once more, for type checkers: tests/test_pub
         Verdict,
     )
     from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, NewItem, VectorsInfo
-    from npu_gr.jobs.service import Service
+    from npu_gr.handlers.service import Service
     from npu_gr.service.app import instance
     from npu_gr.service.config import Config, load
 
@@ -103,7 +103,7 @@ _HOMES = {
     ),
     "npu_gr.service.app": ("instance",),
     "npu_gr.service.config": ("Config", "load"),
-    "npu_gr.jobs.service": ("Service",),
+    "npu_gr.handlers.service": ("Service",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

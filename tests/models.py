@@ -9,11 +9,11 @@ from torch import Tensor
 from npu_gr.backend.base import Slab
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.history import Events
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Past, Segment
-from npu_gr.model.neighbours import Neighbours
-from npu_gr.model.order import Order
+from npu_gr.model.item_similarity import Neighbours
 
 CPU = CPUBackend()
 NONE = torch.empty(0, dtype=torch.int64)
@@ -53,11 +53,11 @@ def tiny_model(dtype: torch.dtype = torch.float32, seed: int = 0, std: float = 0
     return model
 
 
-def tiny_order(num_items: int = 300, seed: int = 0) -> Order:
+def tiny_order(num_items: int = 300, seed: int = 0) -> ScoreBlend:
     """Weights of the usual size, and random transitions in which every term of the sum shows."""
     random = np.random.default_rng(seed)
     chosen = [np.sort(random.choice(num_items, 8, replace=False)) for _ in range(num_items)]
-    return Order(
+    return ScoreBlend(
         task="like",
         weights={
             "retrieval": 0.6,

@@ -19,12 +19,12 @@ from blockbuster import blockbuster_ctx
 
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import KINDS
-from npu_gr.jobs.service import Service
-from npu_gr.model.order import Order
+from npu_gr.handlers.service import Service
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.relay.relay import Relay
 from npu_gr.server.config import ServerConfig
-from npu_gr.server.rpc.server import RPC
+from npu_gr.server.grpc.server import RPC
 from npu_gr.server.run import make_runner
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config, from_table
@@ -34,7 +34,7 @@ FIRST_ID = 1000  # external ids are rows + this
 FIRST_ACTION = 1  # names of actions are indices + this
 
 
-def write_checkpoint(folder: Path, order: Order | None = None, **changes: object) -> str:
+def write_checkpoint(folder: Path, order: ScoreBlend | None = None, **changes: object) -> str:
     model = tiny_model(**changes)  # type: ignore[arg-type]
     ids = np.arange(model.config.num_items, dtype=np.int64) + FIRST_ID
     made = Checkpoint(model=model, item_ids=ids, name="tiny", action_values=(1.0, 2.0, 3.0), order=order)
@@ -48,7 +48,7 @@ def make_config(folder: Path, **sections: Any) -> Config:
         "features": {"path": str(folder / "history.db"), "read_timeout_s": 5.0, "timeout_s": 10.0},  # a busy machine
         "trigger": {"min_prefix_tokens": 4, "policy": "always"},
         "server": {"port": 0, "admin_port": 0, "drain_grace_s": 0.1, "default_budget_s": 10.0},
-        "slo": {f"{kind}_s": 5.0 for kind in KINDS},  # nobody is refused because another test has the processor
+        "slo": {f"{kind}_s": 5.0 for kind in KINDS},  # nobody is rejected because another test has the processor
     }
     for name, section in sections.items():
         table[name] = {**table[name], **section} if isinstance(section, dict) and name in table else section

@@ -30,11 +30,11 @@ from npu_gr.replay.requests import encode
 from npu_gr.route.config import DiscoveryConfig, InstanceConfig, RouterConfig
 from npu_gr.route.haproxy import Material, render, routed
 from npu_gr.service.config import SLOConfig
-from tests.matching.vectors import KNOWN
 from tests.server.test_match_over_http import section as match_section
 from tests.server.test_recommend_over_http import HISTORY
 from tests.server.test_recommend_over_http import section as cascade_section
 from tests.serving import FIRST_ID, serving
+from tests.vector_search.vectors import KNOWN
 
 ROOT = Path(__file__).parent.parent
 CANDIDATES = list(range(FIRST_ID, FIRST_ID + 20))

@@ -37,7 +37,7 @@ def test_type_checkers_see_the_same_names() -> None:
     assert sorted(imported) == sorted(npu_gr.__all__)
 
 
-def test_other_names_are_refused() -> None:
+def test_other_names_are_rejected() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Relay'"):
         npu_gr.Relay  # type: ignore[attr-defined]  # noqa: B018  the access is what is tested
 

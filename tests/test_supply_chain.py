@@ -67,7 +67,7 @@ def test_the_image_has_whatever_a_process_in_it_may_ask_for() -> None:
     assert "$(LOCK) $(IMAGE_EXTRAS:%=--extra %) pyproject.toml" in (ROOT / "Makefile").read_text()
 
 
-def test_versions_with_published_holes_are_refused() -> None:
+def test_versions_with_published_holes_are_rejected() -> None:
     asked = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["serve"]]
     floors = {Requirement(text).name: Requirement(text).specifier for text in asked}
     for name, bad in (("aiohttp", "3.13.3"), ("orjson", "3.11.5"), ("torch", "2.5.1")):

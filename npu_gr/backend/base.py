@@ -24,17 +24,17 @@ from torch import Tensor, nn
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
+    BlendSums,
+    BlendTables,
     Choices,
     Continuations,
+    FusedForwardCall,
     HstuCall,
     HstuFindCall,
     HstuFound,
     HstuLayerCall,
     HstuPassCall,
     HstuShape,
-    HstuWholeCall,
-    OrderSums,
-    OrderTables,
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab as Slab
@@ -236,7 +236,7 @@ class Ops(Affine, Protocol):
         """Prepare a pass by kernels that compute whole layers; None = use `hstu_causal` and `hstu_targets`."""
         ...
 
-    def hstu_whole(self, call: HstuWholeCall) -> npt.NDArray[np.float32] | None:
+    def fused_forward(self, call: FusedForwardCall) -> npt.NDArray[np.float32] | None:
         """Compute a whole pass in one call; None = use `hstu_pass`.
 
         Returns:
@@ -256,7 +256,7 @@ class Ops(Affine, Protocol):
             None = use these ops one after the other.
 
         Raises:
-            IndexError, ValueError: as `hstu_whole`.
+            IndexError, ValueError: as `fused_forward`.
         """
         ...
 
@@ -358,7 +358,7 @@ class ItemOps(Protocol):
         """
         ...
 
-    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+    def blend_sums(self, tables: BlendTables) -> BlendSums | None:
         """Prepare the sums of a fitted order by a kernel of the host; None = numpy computes them.
 
         Args:

@@ -143,7 +143,7 @@ class HstuWeights(NamedTuple):
     """What of a ranker a whole pass reads. `HstuPassCall` says what the settings mean."""
 
     layers: Sequence[HstuLayerWeights]
-    heads: Mapping[str, HstuHead]  # by `HstuWholeCall.answer`
+    heads: Mapping[str, HstuHead]  # by `FusedForwardCall.answer`
     num_heads: int
     qk_dim: int
     v_dim: int
@@ -153,8 +153,8 @@ class HstuWeights(NamedTuple):
     is_joined: bool
 
 
-class HstuWholeCall(NamedTuple):
-    """Arguments of `hstu_whole`: a batch, from its embeddings or rows to what is made of the final rows."""
+class FusedForwardCall(NamedTuple):
+    """Arguments of `fused_forward`: a batch, from its embeddings or rows to what is made of the final rows."""
 
     owner: nn.Module  # the model, whose parameters and buffers the weights are; its modules stay, their tensors may not
     weights: Callable[[], HstuWeights]  # called where they have to be read anew
@@ -170,7 +170,7 @@ class HstuWholeCall(NamedTuple):
 class HstuFindCall(NamedTuple):
     """Arguments of `hstu_find`: NEXT of each request, the search, and what of each is scored. B = requests."""
 
-    next: HstuWholeCall  # NEXT is each segment's one candidate
+    next: FusedForwardCall  # NEXT is each segment's one candidate
     items: Tensor  # fp32 [>= I, dim], that u is compared with
     num_items: int  # I
     k: int  # most items to find, at least 1
@@ -199,10 +199,10 @@ class HstuLayerCall(NamedTuple):
     is_last: bool  # only candidates go on
 
 
-class OrderTables(NamedTuple):
+class BlendTables(NamedTuple):
     """What a fitted order reads of its catalogue. I = items, S = successors kept of an item, K = neighbours.
 
-    Row I of `rest` and `shares` is that of a new item. `npu_gr/model/order.py` says what they mean.
+    Row I of `rest` and `shares` is that of a new item. `npu_gr/model/blend.py` says what they mean.
     """
 
     successors: npt.NDArray[np.int32]  # [I, S] item rows, ascending; -1 = padding
@@ -217,7 +217,7 @@ class OrderTables(NamedTuple):
     weights: tuple[float, ...]  # of retrieval, click, transitions, neighbours, popularity, seen
 
 
-class OrderCall(NamedTuple):
+class BlendCall(NamedTuple):
     """The candidates of one request, and what its fitted order knows of them."""
 
     recent: npt.NDArray[np.int64]  # [n] item rows of the last events, oldest first
@@ -229,10 +229,10 @@ class OrderCall(NamedTuple):
     seen: npt.NDArray[np.float32] | None
 
 
-class OrderSums(Protocol):
+class BlendSums(Protocol):
     """Sums of one order by a kernel of the host. Any thread may call."""
 
-    def __call__(self, call: OrderCall) -> npt.NDArray[np.float32]:
+    def __call__(self, call: BlendCall) -> npt.NDArray[np.float32]:
         """Sum the terms of each candidate: float32 [c]."""
         ...
 

@@ -25,16 +25,16 @@ from npu_gr.backend.best_items import Best, Hidden, edges_of, select, top_k
 from npu_gr.backend.calls import (
     BeamCall,
     BiasTables,
+    BlendSums,
+    BlendTables,
     Choices,
     Continuations,
+    FusedForwardCall,
     HstuCall,
     HstuFindCall,
     HstuFound,
     HstuPassCall,
     HstuShape,
-    HstuWholeCall,
-    OrderSums,
-    OrderTables,
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab, Tiles, natural, pack
@@ -134,7 +134,7 @@ class PlainOps(SingleStream):
         """Have no kernels for whole layers."""
         return None
 
-    def hstu_whole(self, call: HstuWholeCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    def fused_forward(self, call: FusedForwardCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
         """Have no kernels for whole passes."""
         return None
 
@@ -142,7 +142,7 @@ class PlainOps(SingleStream):
         """Have no kernel for it."""
         return None
 
-    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+    def blend_sums(self, tables: BlendTables) -> BlendSums | None:
         """Have no kernel for it."""
         return None
 

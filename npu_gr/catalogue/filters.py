@@ -21,7 +21,7 @@ from npu_gr.catalogue.records import Column
 from npu_gr.catalogue.trie import Mask, Trie, owner, spread
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 
 # numpy's kind of a column -> the types that a value searched in it may have. Compared with type(), which tells True
 # from 1; isinstance does not.

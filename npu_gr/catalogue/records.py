@@ -1,4 +1,4 @@
-"""Read files of items and their semantic IDs (SIDs). A file with any bad record is refused as a whole.
+"""Read files of items and their semantic IDs (SIDs). A file with any bad record is rejected as a whole.
 
 The suffix tells the format:
   .jsonl, .jsonl.gz, .jsonl.zst   a line: {"item_id": 1, "sid": [3, 7, 1], "order": 0.5, "attributes": {"stock": true}}
@@ -29,7 +29,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.lines import read_lines
 from npu_gr.core.names import item_id
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 
 Column = npt.NDArray[Any]  # bool, int64, float64 or str; text takes 4 bytes a letter of the longest value
 FeatureValue = str | int | float
@@ -45,7 +45,7 @@ _MAX_INT64 = 2**63 - 1
 class Items:
     """The records of a catalogue, in the order of the file. N = number of items, L = codes of a SID."""
 
-    item_ids: I64  # [N] not negative; `build_trie` refuses repeated ones
+    item_ids: I64  # [N] not negative; `build_trie` rejects repeated ones
     sids: I32  # [N, L] not negative; L = 0 in a file without items, which does not say how many codes a SID has
     order: F32 | None  # [N] finite
     attributes: dict[str, Column]  # by name, [N] each
@@ -115,11 +115,11 @@ def as_items(records: Sequence[Record], place: Place) -> Items:
     for row, record in enumerate(records):
         if difference := _difference(record, records[0]):
             raise DataError(f"{place(row)}: {difference}")
-    has_order = records[0].order is not None
+    has_blend = records[0].order is not None
     return Items(
         np.array([record.item_id for record in records], np.int64),
         np.array([record.sid for record in records], np.int32),
-        _order(np.array([record.order for record in records], np.float64), place) if has_order else None,
+        _order(np.array([record.order for record in records], np.float64), place) if has_blend else None,
         {
             name: _json_column(name, [record.attributes[name] for record in records], place)
             for name in records[0].attributes
@@ -242,34 +242,34 @@ def _by_record(path: Path) -> Place:
 
 
 def _item_ids(found: Column, place: Place) -> I64:
-    _refuse((found < 0) | (found > _MAX_INT64), lambda row: f"{place(row)}: item id {found[row]} is out of range")
+    _reject((found < 0) | (found > _MAX_INT64), lambda row: f"{place(row)}: item id {found[row]} is out of range")
     return found.astype(np.int64)
 
 
 def _codes(found: Column, place: Place) -> I32:
     bad: Mask = (found < 0) | (found > _MAX_CODE)
-    _refuse(
+    _reject(
         np.logical_or.reduce(bad, axis=1), lambda row: f"{place(row)}: code {found[row][bad[row]][0]} is out of range"
     )
     return found.astype(np.int32)
 
 
 def _order(found: npt.NDArray[np.float64], place: Place) -> F32:
-    with np.errstate(over="ignore"):  # a score beyond float32 becomes infinite, and is refused below
+    with np.errstate(over="ignore"):  # a score beyond float32 becomes infinite, and is rejected below
         order = found.astype(np.float32)
-    _refuse(~np.isfinite(order), lambda row: f"{place(row)}: order score {found[row]} is out of range")
+    _reject(~np.isfinite(order), lambda row: f"{place(row)}: order score {found[row]} is out of range")
     return order
 
 
 def _widened(name: str, found: Column, place: Place) -> Column:
     """Widen a column of any width and sign to bool, int64, float64 or str."""
     if found.dtype.kind in "iu":
-        _refuse(found > _MAX_INT64, lambda row: f"{place(row)}: attribute {name!r} is {found[row]}, too large")
+        _reject(found > _MAX_INT64, lambda row: f"{place(row)}: attribute {name!r} is {found[row]}, too large")
         return found.astype(np.int64)
     return found.astype(np.float64) if found.dtype.kind == "f" else found
 
 
-def _refuse(bad: Mask, message: Place) -> None:
+def _reject(bad: Mask, message: Place) -> None:
     if bad.any():
         raise DataError(message(int(np.argmax(bad))))
 

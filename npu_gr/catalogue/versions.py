@@ -29,7 +29,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CatalogueError, DataError
 from npu_gr.core.lifetime import Published
 from npu_gr.core.served import CatalogueInfo
-from npu_gr.core.words import cut, quoted
+from npu_gr.core.text_format import cut, quoted
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -13,8 +13,8 @@ import click
 from npu_gr.cli.options import API_KEY, AS_JSON, CONFIG, FILE, SET, VALUE_COLUMN, load_config, run_async
 
 if TYPE_CHECKING:
-    from npu_gr.features.checksum import Found
-    from npu_gr.features.load import Loaded
+    from npu_gr.history_store.checksum import Found
+    from npu_gr.history_store.load import Loaded
     from npu_gr.tools.erase_check import Searched
 
 PATIENCE_S = 60.0  # for a service that has no room, or restarts
@@ -53,7 +53,7 @@ def load(
 
     from npu_gr.core.history import Mode
     from npu_gr.dataset import read_log
-    from npu_gr.features.load import features_loaded, load_interactions
+    from npu_gr.history_store.load import features_loaded, load_interactions
     from npu_gr.tools.ingest import open_target
 
     config = None if config_path is None else load_config(config_path, overrides)
@@ -136,9 +136,9 @@ def consume(
     A message is a JSON object of one event. Offsets are committed once the store has acknowledged; a message that is
     read again counts once. What is no event goes to the dead letters. While the store has no room it waits.
     """
-    from npu_gr.tools.consume import ConsumeConfig, consume
     from npu_gr.tools.consume_message import Fields
     from npu_gr.tools.ingest import open_target
+    from npu_gr.tools.kafka_ingest import ConsumeConfig, consume
 
     config = None if config_path is None else load_config(config_path, overrides)
     of_events = {name: field or name for name, _, field in (told.partition("=") for told in features)}
@@ -160,8 +160,8 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
     damage, 2 = cannot be read at all. Users are named by a hash, or with --verbose.
     """
     from npu_gr.core.calling import calling_files
-    from npu_gr.features.embedded_check import check, repair
-    from npu_gr.features.redis import check_redis
+    from npu_gr.history_store.embedded_check import check, repair
+    from npu_gr.history_store.redis import check_redis
 
     is_url = where.startswith(("redis://", "rediss://", "unix://"))
     if out is not None:
@@ -183,7 +183,7 @@ def store(where: str, out: Path | None, verbose: bool) -> None:
 
 
 def _show(bad_users: set[bytes], damage: list[str], verbose: bool) -> None:
-    from npu_gr.features.checksum import hashed
+    from npu_gr.history_store.checksum import hashed
 
     if bad_users:
         click.echo(f"{len(bad_users)} users have damaged entries:")

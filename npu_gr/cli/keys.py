@@ -79,7 +79,7 @@ def revoke(name: str, path: Path) -> None:
     num_left = revoke_key(path, name)
     click.echo(f"revoked {name!r}; {path} has {num_left} more", err=True)
     if num_left == 0:
-        click.echo("no key is left: every call is refused, and no instance starts with this file", err=True)
+        click.echo("no key is left: every call is rejected, and no instance starts with this file", err=True)
 
 
 def _from_stdin() -> str:

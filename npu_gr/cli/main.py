@@ -17,7 +17,7 @@ from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, config, route, serve
 from npu_gr.cli.simulate import simulate
-from npu_gr.cli.tools import build_ops, calibrate, dashboards, demo, doctor, judge
+from npu_gr.cli.tools import build_ops, calibrate, dashboards, demo, doctor, evaluate
 from npu_gr.cli.train import import_, train
 from npu_gr.core.errors import NpuGrError
 from npu_gr.core.logs import close_logs, set_up_logs
@@ -85,6 +85,6 @@ for _command in (
     *(prepare, serve, route, check_config, config, keys, fleet),
     *(train, import_, load, consume, store, replay, record, erase_check),
     *(simulate, calibrate, doctor, build_ops),
-    *(dashboards, judge, demo),
+    *(dashboards, evaluate, demo),
 ):
     main.add_command(_command)

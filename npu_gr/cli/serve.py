@@ -48,7 +48,7 @@ def check_config(config_path: Path, overrides: tuple[str, ...], syntax_only: boo
     """Check the configuration of an instance or a router, and everything that it names.
 
     Prints it whole, defaults included, and where each other value came from; then, on standard error, what was found.
-    Exit code 0, or 1: a start would refuse something that it names, or 2: the configuration itself is wrong.
+    Exit code 0, or 1: a start would reject something that it names, or 2: the configuration itself is wrong.
     """
     from npu_gr.tools.check_config import examine, is_well, read, shown, table
 

@@ -1,4 +1,4 @@
-"""npu-gr calibrate, doctor, build-ops, dashboards, judge and demo: tools around a service."""
+"""npu-gr calibrate, doctor, build-ops, dashboards, evaluate and demo: tools around a service."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def build_ops(device: str | None, soc: str | None, out: Path | None) -> None:
 @click.option("--users", type=click.IntRange(1), help="Ask for so many users only, drawn at random.")
 @API_KEY
 @AS_JSON
-def judge(
+def evaluate(
     url: str,
     admin_url: str,
     log: Path | None,
@@ -158,8 +158,8 @@ def judge(
     from rich.console import Console
 
     from npu_gr.dataset import read_log
-    from npu_gr.features.interactions import movielens_100k
-    from npu_gr.tools.judge import evaluate
+    from npu_gr.history_store.interactions import movielens_100k
+    from npu_gr.tools.evaluate import evaluate
     from npu_gr.train.cascade import next_events
     from npu_gr.train.data import to_train_on
 

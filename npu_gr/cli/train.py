@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Presets = Mapping[str, msgspec.Struct]
 
-# of npu_gr.model.imported.families, which loads torch
+# of npu_gr.model.convert.families, which loads torch
 FAMILIES = ("generative-recommenders", "dlrmv3", "recsys-examples", "torcheasyrec")
 
 LISTED = "Options of the training, with their defaults: --set help"
@@ -211,7 +211,7 @@ def train_generate(
     from rich.console import Console
 
     from npu_gr.core.settings import override
-    from npu_gr.features.interactions import movielens_100k
+    from npu_gr.history_store.interactions import movielens_100k
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import train_generator
     from npu_gr.train.options import read_training_data
@@ -251,10 +251,10 @@ def train_retrieve(
     from rich.console import Console
 
     from npu_gr.core.settings import override
-    from npu_gr.matching.vectors import save
     from npu_gr.train.options import how_to_match, read_training_data
     from npu_gr.train.retrieve import RetrieveOptions, train_retriever
     from npu_gr.train.steps import training_progress
+    from npu_gr.vector_search.vectors import save
 
     torch.set_num_threads(threads)
     options = override(RetrieveOptions(), overrides)
@@ -346,8 +346,8 @@ def import_(
     """
     import numpy as np
 
-    from npu_gr.model.imported.families import convert
-    from npu_gr.model.imported.source import GivenNames
+    from npu_gr.model.convert.families import convert
+    from npu_gr.model.convert.source import GivenNames
     from npu_gr.model.weights import Checkpoint, save
 
     ids = None

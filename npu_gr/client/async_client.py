@@ -45,22 +45,22 @@ from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, MATCH, RANK, RECO
 from npu_gr.core.request import Normalise, OrderName, SourceName
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.tls import ClientTlsConfig
-from npu_gr.server.codec.erase import EraseBody
-from npu_gr.server.codec.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
-from npu_gr.server.codec.fields import MOST_ITEMS, ItemOut, RankFeatures, RequestFeatures, SignalFeatures, UserBody
-from npu_gr.server.codec.generate import GenerateBody, GenerateOut
-from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserWritten
-from npu_gr.server.codec.match import MatchBody, MatchOut
-from npu_gr.server.codec.media import JSON, MSGPACK
-from npu_gr.server.codec.rank import RankBody
-from npu_gr.server.codec.recommend import RecommendBody, RecommendOut
-from npu_gr.server.codec.signal import SignalBody, SignalOut
+from npu_gr.server.schemas.erase import EraseBody
+from npu_gr.server.schemas.events import IDEMPOTENCY_KEY, EventsBody, EventsOut
+from npu_gr.server.schemas.fields import MOST_ITEMS, ItemOut, RankFeatures, RequestFeatures, SignalFeatures, UserBody
+from npu_gr.server.schemas.generate import GenerateBody, GenerateOut
+from npu_gr.server.schemas.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserWritten
+from npu_gr.server.schemas.match import MatchBody, MatchOut
+from npu_gr.server.schemas.media import JSON, MSGPACK
+from npu_gr.server.schemas.rank import RankBody
+from npu_gr.server.schemas.recommend import RecommendBody, RecommendOut
+from npu_gr.server.schemas.signal import SignalBody, SignalOut
 
 API_KEY = "NPU_GR_API_KEY"
 MAX_USERS_BYTES = INGEST_BYTES - 1_024  # of an ingest, beside its tenant and mode
 MAX_QUERY = 6_000  # characters; a proxy may take 8,192 for the whole line
 _LEAST_S = 1e-3  # for the next of several requests of a call, whose time is over
-_SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is refused it does without
+_SIGNAL_AGAIN = AGAIN - {429}  # an optimisation: who is rejected it does without
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -87,7 +87,7 @@ class _Calls:
         Args:
             base_url: of an instance, a router or a gateway.
             api_key: that calls show. Without it and without a file: of the environment, NPU_GR_API_KEY.
-            api_key_file: holds the key, and is read again when the key is refused.
+            api_key_file: holds the key, and is read again when the key is rejected.
             tls: for https. None = what NPU_GR_CA, NPU_GR_CERT and NPU_GR_CERT_KEY name, or whom the system trusts.
             tenant: of all users, where the key does not say it.
             timeout_s: of a call.
@@ -441,7 +441,7 @@ class AsyncClient(_Calls):
 
         Raises:
             TooLarge: the events of one user do not fit into a request; nothing was sent.
-            Unprocessable: beside what `events` refuses, one user under two names: 7 and "7"; nothing was sent.
+            Unprocessable: beside what `events` rejects, one user under two names: 7 and "7"; nothing was sent.
         """
         if mode == "append" or idempotency_key is not None:
             idempotency_key = checked_key(idempotency_key)

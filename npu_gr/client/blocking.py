@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 from npu_gr.client.async_client import AsyncClient
 from npu_gr.client.relay import AsyncRelayCall
 from npu_gr.core.errors import NpuGrError
-from npu_gr.server.codec.signal import SignalOut
+from npu_gr.server.schemas.signal import SignalOut
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -44,10 +44,10 @@ from npu_gr.core.errors import (
     Unreachable,
     UnsupportedMedia,
 )
+from npu_gr.core.text_format import cut
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, following
-from npu_gr.core.words import cut
-from npu_gr.server.codec.media import JSON
 from npu_gr.server.http import REQUEST_ID, RETRY_AFTER_MS, TIMEOUT_MS
+from npu_gr.server.schemas.media import JSON
 
 MAX_ANSWER_BYTES = 67_108_864  # longer ones are no service's of ours
 BACK_OFF_S = 0.05  # the first wait is at most this long
@@ -71,13 +71,13 @@ class ApiKey:
         self._file = file
         self.text = None if text is None and file is None else self._checked(self._read() if text is None else text)
 
-    def differs_from(self, refused: str | None) -> bool:
-        """Read the file again. Returns whether it has another key than the refused one; an unreadable file has none."""
+    def differs_from(self, rejected: str | None) -> bool:
+        """Read the file again. Returns whether it has another key than the rejected one; an unreadable file has none."""
         try:
             self.text = self._checked(self._read())
         except ConfigError:
             return False
-        return self.text != refused
+        return self.text != rejected
 
     @property
     def is_of_file(self) -> bool:
@@ -200,7 +200,7 @@ class Channel:
                         failure = error
                     if not await self._is_worth_another(call, failure, attempt, key):
                         raise failure
-                    # S311: spread, so that callers who were refused together do not come back together
+                    # S311: spread, so that callers who were rejected together do not come back together
                     spread_s = random.uniform(0, BACK_OFF_S * 2 ** (attempt - 1))  # noqa: S311
                     wait_s = max(failure.retry_after_s or 0.0, spread_s)
                     if loop.time() + wait_s >= until_at:

@@ -16,7 +16,7 @@ from typing import Self
 
 from npu_gr.client.wire import Behaviours, Features, Names, Ranked, Time
 from npu_gr.core.errors import NpuGrError, UnknownPrefix
-from npu_gr.server.codec.signal import SignalOut
+from npu_gr.server.schemas.signal import SignalOut
 
 log = logging.getLogger(__name__)
 

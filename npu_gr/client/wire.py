@@ -24,16 +24,16 @@ from npu_gr.client.channel import Reply
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import BadAnswer, TooLarge, Unprocessable
 from npu_gr.core.names import item_ids, value_name
-from npu_gr.core.words import quoted
-from npu_gr.server.codec import fields
-from npu_gr.server.codec.events import MAX_KEY, PRINTABLE
-from npu_gr.server.codec.fields import RankFeatures, RequestFeatures, SignalFeatures
-from npu_gr.server.codec.generate import GenerateOut
-from npu_gr.server.codec.ingest import UserEvents
-from npu_gr.server.codec.match import MatchOut
-from npu_gr.server.codec.media import JSON, MSGPACK
-from npu_gr.server.codec.rank import RankOut
-from npu_gr.server.codec.recommend import RecommendOut
+from npu_gr.core.text_format import quoted
+from npu_gr.server.schemas import fields
+from npu_gr.server.schemas.events import MAX_KEY, PRINTABLE
+from npu_gr.server.schemas.fields import RankFeatures, RequestFeatures, SignalFeatures
+from npu_gr.server.schemas.generate import GenerateOut
+from npu_gr.server.schemas.ingest import UserEvents
+from npu_gr.server.schemas.match import MatchOut
+from npu_gr.server.schemas.media import JSON, MSGPACK
+from npu_gr.server.schemas.rank import RankOut
+from npu_gr.server.schemas.recommend import RecommendOut
 
 Name = str | int
 Names = Sequence[Name] | npt.NDArray[Any]

@@ -145,8 +145,8 @@ class ColdUser(Unprocessable):
     """The catalogue knows no item of the user's history, so there is nothing to retrieve from."""
 
 
-class Refusal(StrEnum):
-    """Why a request was refused for load; the value of the metric label `reason`."""
+class Rejection(StrEnum):
+    """Why a request was rejected for load; the value of the metric label `reason`."""
 
     LATE = "late"  # it could not be answered within its objective or its budget
     QUEUE = "queue"  # the device's queue is full
@@ -162,7 +162,7 @@ class Overloaded(NpuGrError):
     title = "overloaded"
     retry_after_s: float
 
-    def __init__(self, message: str, retry_after_s: float = 1.0, reason: Refusal = Refusal.LATE) -> None:
+    def __init__(self, message: str, retry_after_s: float = 1.0, reason: Rejection = Rejection.LATE) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.reason = reason

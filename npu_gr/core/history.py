@@ -1,6 +1,6 @@
 """Users and their behaviours: how they come with a request, how they were read, how they are written to the store.
 
-`oldest_first` refuses or sorts rows of a request that run backwards in time (`service.unsorted_history`).
+`oldest_first` rejects or sorts rows of a request that run backwards in time (`service.unsorted_history`).
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def oldest_first(events: Events, policy: OnUnsorted, field: str, base: int = 0) 
         The events. Their origin counts those of the request that stood later than newer ones.
 
     Raises:
-        Unprocessable: they run backwards, and are to be refused; the message has the index in the request.
+        Unprocessable: they run backwards, and are to be rejected; the message has the index in the request.
     """
     times = events.timestamps[max(base - 1, 0) :]
     earlier = times[1:] < times[:-1]

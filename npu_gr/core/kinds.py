@@ -2,7 +2,7 @@
 
 Routes, OpenAPI, codecs, metrics, SLO rules, alerts, dashboards, the status page, the access log, the recorder, replay,
 the router and the simulator read `KINDS`; none of them keeps a list of its own. A new kind costs one entry here, one
-job (`npu_gr.jobs`), one codec (`npu_gr.server.codec`), and its two runbook pages.
+job (`npu_gr.handlers`), one codec (`npu_gr.server.schemas`), and its two runbook pages.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Kind(Generic[Q, A]):
     """One kind of request: what it is called, what it promises, and how every part of the service treats it."""
 
     name: str  # metric label, log field, configuration prefix: `slo.<name>_s`
-    plural: str  # in messages: "matches are refused"
+    plural: str  # in messages: "matches are rejected"
     summary: str  # one line, for OpenAPI and the dashboards
     method: str = "POST"
     path: str  # of the route; `{user_id}` is the rest of the path
@@ -93,8 +93,8 @@ class Kind(Generic[Q, A]):
     scope: Scope = Scope.INFER  # that a key must have
     routing: Routing
     uses_device: bool  # it waits for the device, so admission forecasts its wait
-    must_finish: bool = False  # never refused for load and never cut short by a deadline
-    needs_ready: bool = False  # an instance that starts or drains refuses it at once
+    must_finish: bool = False  # never rejected for load and never cut short by a deadline
+    needs_ready: bool = False  # an instance that starts or drains rejects it at once
     scored: Scored = Scored.NOTHING
     takes_delta: bool = False  # its history may be a delta on a known prefix
     is_recorded: bool = True  # the recorder writes it, and replay can send it again

@@ -1,7 +1,7 @@
 """Logging that never waits for its reader: bounded queues, a thread a stream that writes, a count of what is dropped.
 
     logger ─> QueuedHandler ─> queue of `MOST_LINES` ─> its thread ─> file descriptor
-       └────> NewestLines, for a bundle of facts
+       └────> RecentLines, for a bundle of facts
 
 A pipe that nobody reads blocks whoever writes to it. Here it blocks one thread: the lines of that stream are dropped
 and counted once its queue is full, the other stream goes on, and the process can end.
@@ -146,7 +146,7 @@ def log_line(logger: logging.Logger, level: int, line: object) -> None:
         logger.log(level, "%s", line)
 
 
-class NewestLines(logging.Handler):
+class RecentLines(logging.Handler):
     """Keeps the newest lines in memory."""
 
     def __init__(self) -> None:
@@ -182,12 +182,12 @@ class SeldomLog:
             text: its details now.
         """
         now_at = self._clock()
-        warned_at, num_left_out = self._warned.get(cause, (float("-inf"), 0))
+        warned_at, num_skipped = self._warned.get(cause, (float("-inf"), 0))
         if now_at - warned_at < self._period_s:
-            self._warned[cause] = (warned_at, num_left_out + 1)
+            self._warned[cause] = (warned_at, num_skipped + 1)
             return
         self._warned[cause] = (now_at, 0)
-        more = f" (and {num_left_out} more before it)" if num_left_out else ""
+        more = f" (and {num_skipped} more before it)" if num_skipped else ""
         self._log.warning("%s%s", text, more)
 
 
@@ -201,7 +201,7 @@ def set_up_logs(level: str) -> None:
     if root.handlers:
         return
     formatter = logging.Formatter(FORMAT)
-    for handler in (QueuedHandler("stderr", sys.stderr.fileno()), NewestLines()):
+    for handler in (QueuedHandler("stderr", sys.stderr.fileno()), RecentLines()):
         handler.setFormatter(formatter)
         root.addHandler(handler)
     root.setLevel(level)
@@ -219,7 +219,7 @@ def close_logs() -> None:
 
 def newest_lines() -> list[str]:
     """The newest lines of this process, oldest first; none where `set_up_logs` was not called."""
-    return [line for each in logging.getLogger().handlers if isinstance(each, NewestLines) for line in each.lines]
+    return [line for each in logging.getLogger().handlers if isinstance(each, RecentLines) for line in each.lines]
 
 
 def num_lines_dropped() -> dict[str, int]:

@@ -8,7 +8,7 @@ The int64 id of an item that a company calls `"SKU-0042-C"`, or 42:
 The id is a function of the name alone. So no process keeps a table to read names, a model that was trained anew finds
 the histories of its predecessor, and two models of different data agree. Only answers need a table
 (`catalogue/names.py`), for a hash cannot be read backwards. Two of ten million names share an id with a chance of
-1 to 100,000; whoever makes a table refuses such a pair.
+1 to 100,000; whoever makes a table rejects such a pair.
 
 The index of an action, which models and stores hold, is its place among the names of the model's actions.
 """
@@ -28,7 +28,7 @@ import xxhash
 from npu_gr.core.arrays import I16, I64, largest
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import OnUnsorted
-from npu_gr.core.words import cut
+from npu_gr.core.text_format import cut
 
 FIRST_HASHED = 2**62  # ids below are the numbers that names are
 MAX_NAME_BYTES = 512  # of a name of an item, as UTF-8

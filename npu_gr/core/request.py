@@ -53,7 +53,7 @@ class LeasedAnswer(Answer, Protocol):
         ...
 
 
-SourceName = Literal["trunk", "transitions", "neighbours", "generate", "match"]  # of a cascade
+SourceName = Literal["shared_encoder", "transitions", "neighbours", "generate", "match"]  # of a cascade
 OrderName = Literal["fitted", "rank", "fused", "retrieval"]  # of a cascade's items
 Normalise = Literal["vocabulary", "codebook", "valid"]  # see `SearchOptions` of `npu_gr/engine/beam_search.py`
 
@@ -176,7 +176,7 @@ class RankAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=
     prefix_tokens: int  # of num_tokens, how many were read from cached KV
     unknown_candidates: int = 0
     missing_features: tuple[str, ...] = ()  # of.name: features of the model that nothing was said of
-    retrieval: F32 | None = None  # [c] retrieval scores, for a cascade over one trunk; NaN as in `scores`
+    retrieval: F32 | None = None  # [c] retrieval scores, for a cascade over one shared encoder; NaN as in `scores`
     stages_s: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -257,7 +257,7 @@ class StageResult(StrEnum):
 class StageReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """A stage of a cascade. Stages of retrieval run side by side, the others after them."""
 
-    stage: str  # trunk | transitions | neighbours | generate | match | popular | hook | rank
+    stage: str  # shared encoder | transitions | neighbours | generate | match | popular | hook | rank
     result: StageResult
     began_s: float  # seconds after the cascade began
     took_s: float
@@ -286,7 +286,7 @@ class RecommendAnswer(msgspec.Struct, frozen=True, array_like=True, kw_only=True
     """Items, best first, and how they came to be. n = items."""
 
     model_version: str  # of the ranker
-    verdict: Verdict | None  # of the signal that went out before the retrieval; None = the trunk leased the prefix
+    verdict: Verdict | None  # of the signal that went out before the retrieval; None = the shared encoder leased the prefix
     outcome: Outcome | None  # of the prefix; None = nothing was ranked, and the retrieval's order stands
     reason: Reason
     order: OrderName  # that the items are in
@@ -347,7 +347,7 @@ class MatchRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, e
     user: UserKey
     history: HistoryRef = field(default_factory=HistoryRef)  # of the target domain; without a base
     num_items: int
-    exclude_seen: bool = True  # leave out the items of the history and of the training data, and twins of the source's
+    exclude_seen: bool = True  # leave out the items of the history and of the training data, and near-duplicates of the source's
     allow_items: I64 | None = None  # [n] external ids; None = all
     deny_items: I64 | None = None
     vectors_version: str | None = None

@@ -61,14 +61,14 @@ class AttentionWay:
     """A way of computing a ranker's attention that the warm-up tried."""
 
     name: str
-    prefill_ms: float | None = None  # the last chunk of the longest history; None = refused
+    prefill_ms: float | None = None  # the last chunk of the longest history; None = rejected
     rank_ms: float | None = None  # the most candidates behind it
     drift: float | None = None  # largest difference of a logit from plain torch ops', in the logits' deviations
-    refused: str = ""  # why it is not used; "" = it could be
+    rejected: str = ""  # why it is not used; "" = it could be
 
     @property
     def total_ms(self) -> float:
-        """What the ways are compared by; infinite where it is refused."""
+        """What the ways are compared by; infinite where it is rejected."""
         if self.prefill_ms is None or self.rank_ms is None:
             return float("inf")
         return self.prefill_ms + self.rank_ms

@@ -1,4 +1,4 @@
-"""What a settings Struct takes: its keys by path, sizes and times with units, a refusal in words of YAML.
+"""What a settings Struct takes: its keys by path, sizes and times with units, a rejection in words of YAML.
 
 Sizes and times are written as people do: `1GiB` is 1073741824 bytes, `50ms` is 0.05 seconds. A setting whose type
 names a unit takes them beside plain numbers; inside it is the number.
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import inspect
 
 from npu_gr.core.secret import redacted
-from npu_gr.core.words import near, quoted
+from npu_gr.core.text_format import near, quoted
 
 UNIT = "x-unit"  # in the JSON schema of a type, which is where msgspec carries it
 
@@ -154,7 +154,7 @@ def number(text: str, unit: Unit | None, whole: bool) -> int | float | None:
 def plain(value: Any, kind: inspect.Type) -> Any:
     """Return a copy with plain numbers where a text means one, and with texts where YAML saw a switch.
 
-    What is no such text stays as it is, to be refused later.
+    What is no such text stays as it is, to be rejected later.
     """
     for one in options(kind):
         match value:
@@ -174,11 +174,11 @@ def plain(value: Any, kind: inspect.Type) -> Any:
 
 
 def explain(message: str, table: Any, kind: inspect.Type) -> str:
-    """Say what msgspec refused: path, what was expected in words of YAML, what is there.
+    """Say what msgspec rejected: path, what was expected in words of YAML, what is there.
 
     Args:
         message: of a `msgspec.ValidationError`.
-        table: that was refused.
+        table: that was rejected.
         kind: for what.
     """
     text, _, path = message.partition(" - at `")
@@ -199,7 +199,7 @@ def explain(message: str, table: Any, kind: inspect.Type) -> str:
     if missing := re.match(r"Object missing required field `(.+)`", text):
         return f"{before}{missing[1]} is missing"
     if text.startswith(("Expected `", "Invalid enum value")):
-        text = _refusal(text, kind, value)
+        text = _rejection(text, kind, value)
     return f"{before}{text}"
 
 
@@ -228,7 +228,7 @@ def _inner(kind: inspect.Type, key: str, value: Any) -> inspect.Type | None:
     return None
 
 
-def _refusal(text: str, kind: inspect.Type, value: Any) -> str:
+def _rejection(text: str, kind: inspect.Type, value: Any) -> str:
     limit = bounds(kind)
     if value is _UNKNOWN:
         return f"expected {expected(kind)}{f', {limit}' if limit else ''}"

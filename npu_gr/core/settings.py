@@ -27,7 +27,7 @@ from msgspec import inspect
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.secret import Secret, redacted
 from npu_gr.core.setting_types import IN_BYTES, IN_SECONDS, explain, plain, settings_of
-from npu_gr.core.words import near
+from npu_gr.core.text_format import near
 
 log = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)

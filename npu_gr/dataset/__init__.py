@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from npu_gr.dataset.build import PreparedDataset, prepare
     from npu_gr.dataset.files import Dataset, read_dataset
     from npu_gr.dataset.options import PrepareOptions
-    from npu_gr.features.interactions import Interactions
+    from npu_gr.history_store.interactions import Interactions
 
 __all__ = ["Dataset", "PrepareOptions", "PreparedDataset", "prepare", "read_dataset", "read_log"]
 
@@ -41,7 +41,7 @@ def read_log(path: Path, *, value_column: str = "rating") -> Interactions:
         DataError: it cannot be read; the message names the file, the line and the reason.
     """
     from npu_gr.core.errors import DataError
-    from npu_gr.features.interactions import read_interactions
+    from npu_gr.history_store.interactions import read_interactions
 
     if path.is_dir():
         from npu_gr.dataset.files import read_dataset

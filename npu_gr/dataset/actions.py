@@ -22,7 +22,7 @@ import numpy.typing as npt
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 
 MAX_RATINGS = 20
 ONE = "event"
@@ -182,7 +182,7 @@ def of_values(column: str, values: ValueSample, num_buckets: int, old: OldAction
         notes = _new([*old.names, *(name for name in names if name not in old.names)], old)
         if names[: len(old.names)] != old.names:
             notes.append(
-                "warning: ratings that are new stand between those of the dataset before; a service refuses to reload "
+                "warning: ratings that are new stand between those of the dataset before; a service rejects to reload "
                 "a model of it. Prepare into a new folder, and load the histories anew"
             )
         return Actions(kind=ActionKind.RATINGS, names=names, edges=[], places=_NONE, notes=notes)

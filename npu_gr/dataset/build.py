@@ -18,8 +18,8 @@ from typing import IO, Any
 
 from npu_gr import __version__
 from npu_gr.core.errors import DataError
-from npu_gr.core.private import make_private
-from npu_gr.core.words import counted, cut, quoted
+from npu_gr.core.file_permissions import make_private
+from npu_gr.core.text_format import counted, cut, quoted
 from npu_gr.dataset.actions import Actions, OldActions
 from npu_gr.dataset.engine import memory_for, opened, told
 from npu_gr.dataset.files import (
@@ -208,7 +208,7 @@ class _Build:
                 {"name": one.name, "of": one.of, "kind": one.kind, "told": one.told} for one in self._log.features
             ],
             "users_without_row": num_without,
-            "left_out_users": users.left_out if users else {},
+            "left_out_users": users.skipped if users else {},
             "rejected_users": self._user_rejects.as_dict() if self._user_rejects else {},
         }
 
@@ -241,7 +241,7 @@ class _Build:
             "digest": counts.digest,
             "items": items._asdict(),
             "features": [{"name": one.column, "kind": one.kind} for one in (table.features if table else ())],
-            "left_out": table.left_out if table else {},
+            "skipped": table.skipped if table else {},
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},
             "rejected": self._rejects.as_dict(),
             "rejected_items": self._item_rejects.as_dict() if self._item_rejects else {},
@@ -280,7 +280,7 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     yield f"  {'actions':14} {', '.join(_actions(actions['names'], actions['events']))}"
     for feature in manifest["features"]:
         yield f"  {'feature':14} {quoted(feature['name'])} ({feature['kind']})"
-    for name, why in manifest["left_out"].items():
+    for name, why in manifest["skipped"].items():
         yield f"  {'no feature':14} {quoted(name)}: {why}"
     for feature in manifest["user_features"]:
         yield f"  {'of the user':14} {quoted(feature['name'])} ({feature['told'] or feature['kind']})"

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.dataset.cells import NUMBER, Cells, as_text, is_instant, is_text, pa, pc, without_point
 
 NONE = "none"  # told instead of a name: the log has no such column

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.words import cut
+from npu_gr.core.text_format import cut
 from npu_gr.dataset.cells import duckdb
 
 LEAST_MB, MOST_MB = 100, 512  # of memory for DuckDB, a third of the logs between them; what does not fit goes to disk

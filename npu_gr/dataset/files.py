@@ -35,7 +35,7 @@ from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.actions import ActionKind
 from npu_gr.dataset.cells import pa, pc, pq
-from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues, LogFeatureOf, ToldKind
+from npu_gr.history_store.interactions import FeatureColumn, Interactions, ItemValues, LogFeatureOf, ToldKind
 
 KIND = "npu_gr dataset"
 FORMAT = 1

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from npu_gr.core.errors import DataError
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.dataset.cells import (
     is_list_type,
     literal,
@@ -106,7 +106,7 @@ class Source:
         return "line"
 
     def relations(self, con: Any, path: Path, columns: Sequence[str], show: OnProgress) -> Iterator[Relation]:
-        """Write the relation of a file in SQL; where DuckDB refuses one, the next one may do."""
+        """Write the relation of a file in SQL; where DuckDB rejects one, the next one may do."""
         raise NotImplementedError
 
     def mend(self, path: Path, unsure: Iterator[tuple[int, str]], columns: Sequence[str]) -> Iterator[Mended]:
@@ -169,7 +169,7 @@ class DelimitedSource(LineSource):
         if len(self.columns) != len(cells):
             names = ", ".join(self.columns)
             raise DataError(f"{path}, line 1: {len(cells)} cells, but {len(self.columns)} names: {names}")
-        refuse_twice(self.columns, f"{path}, line 1")
+        reject_twice(self.columns, f"{path}, line 1")
         for other in self.paths[1:] if not columns else ():
             if self._header(other, _first_line(other)) != cells:
                 raise DataError(
@@ -293,7 +293,7 @@ def _first_line(path: Path) -> str:
     return line
 
 
-def refuse_twice(names: Sequence[str], where: str) -> None:
+def reject_twice(names: Sequence[str], where: str) -> None:
     """Raise DataError if two columns have one name."""
     for name, count in Counter(names).items():
         if count > 1:

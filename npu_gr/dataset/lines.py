@@ -20,7 +20,7 @@ import orjson
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.core.words import counted
+from npu_gr.core.text_format import counted
 from npu_gr.dataset.cells import pa
 from npu_gr.dataset.rejects import CODES, UNSURE, RejectReason
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import MAX_NAME_BYTES, item_ids
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.dataset.actions import Actions, OldActions, ValueSample, of_events, of_values, one_action
 from npu_gr.dataset.cells import (
     JOINT,
@@ -36,7 +36,7 @@ from npu_gr.dataset.rejects import CODES, MAX_EVENT_CHARS, MAX_ROW_CHARS, MAX_US
 from npu_gr.dataset.sources import NestedSource
 from npu_gr.dataset.table import SourceTable
 from npu_gr.dataset.times import US_PER_S, TimeKind, recognise
-from npu_gr.features.interactions import LogFeatureOf, ToldKind
+from npu_gr.history_store.interactions import LogFeatureOf, ToldKind
 
 MAX_VALUE_BYTES = 512  # of a cell that is a feature; longer ones are descriptions
 BATCH_ROWS = 1 << 17

@@ -19,7 +19,7 @@ import numpy as np
 
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import MAX_NAME_BYTES
-from npu_gr.core.words import counted, quoted
+from npu_gr.core.text_format import counted, quoted
 from npu_gr.dataset.actions import bucket_edges, bucket_names, bucket_of
 from npu_gr.dataset.cells import Cells, has_point, name_sql, number_of, plain_text, values_of
 from npu_gr.dataset.columns import Column, cells_of, choose_item_columns, choose_user_column
@@ -28,7 +28,7 @@ from npu_gr.dataset.lines import OnProgress
 from npu_gr.dataset.logs import MAX_VALUE_BYTES, kind_word, split_kind, told_cells
 from npu_gr.dataset.rejects import CODES, MAX_ROW_CHARS, MAX_USER_CHARS, UNSURE, RejectReason, Rejects
 from npu_gr.dataset.table import SourceTable
-from npu_gr.features.interactions import ToldKind
+from npu_gr.history_store.interactions import ToldKind
 
 MAX_VALUES = 1000  # distinct ones of a feature of items
 MAX_VALUE_CHARS = 64  # longer texts are descriptions
@@ -60,7 +60,7 @@ class ItemTable:
     rows: dict[str, int] = field(default_factory=dict)  # name -> place in the lists below
     titles: list[str] = field(default_factory=list)
     features: list[ItemColumn] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # column -> why
+    skipped: dict[str, str] = field(default_factory=dict)  # column -> why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class UserTable:
     num_again: int = 0  # rows of a user whom an earlier one names
     rows: dict[str, int] = field(default_factory=dict)  # name -> place in the values
     features: list[UserFeature] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)  # column -> why
+    skipped: dict[str, str] = field(default_factory=dict)  # column -> why
 
 
 def read_items(
@@ -139,7 +139,7 @@ def read_items(
         elif wanted is not None:
             raise DataError(f"{source.name}: --features {name}: {found}")
         else:
-            table.left_out[name] = found
+            table.skipped[name] = found
     return table
 
 
@@ -190,7 +190,7 @@ def read_users(
         if why := _useless(values, is_wanted=wanted is not None):
             if wanted is not None:
                 raise DataError(f"{source.name}: --user-features {name}: {why}")
-            table.left_out[name] = why
+            table.skipped[name] = why
         else:
             table.features.append(UserFeature(name=name, told=told, kind=kind_word(kinds[name]), values=values))
     return table

@@ -30,7 +30,7 @@ from npu_gr.dataset.line_sources import (
     json_columns,
     json_sql,
     mended_json,
-    refuse_twice,
+    reject_twice,
 )
 from npu_gr.dataset.lines import (
     NESTED,
@@ -140,7 +140,7 @@ class TableSource(Source):
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{self.name}: {error}") from error
         leaves = [leaf for field in schema for leaf in _leaves(field)]
-        refuse_twice([name for name, _, _ in leaves], self.name)
+        reject_twice([name for name, _, _ in leaves], self.name)
         self._leaves = {name: (sql, kind) for name, sql, kind in leaves}
 
     def line_sql(self, columns: Sequence[str]) -> str:

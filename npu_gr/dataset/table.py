@@ -89,7 +89,7 @@ class SourceTable:
     def _read(self, path: Path, show: OnProgress) -> None:
         con = self._con
         verb = f"INSERT INTO {self._name}_rows" if len(self._starts) > 1 else f"CREATE TABLE {self._name}_rows AS"
-        refused: Exception | None = None
+        rejected: Exception | None = None
         with told(self._source.name if len(self._source.paths) == 1 else str(path), self._source.memory_mb):
             for relation in self._source.relations(con, path, self._columns, show):
                 try:
@@ -101,11 +101,11 @@ class SourceTable:
                     raise_if_full(error)
                     if relation.failed:
                         raise relation.failed[0] from None
-                    refused = error
+                    rejected = error
                 else:
                     return
-            if refused is not None:
-                raise refused
+            if rejected is not None:
+                raise rejected
 
     def _mend(self, path: Path) -> int:
         """Add what Python makes of the rows that DuckDB was unsure of, and mark those."""

@@ -13,8 +13,8 @@ import xxhash
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.arrays import I64
+from npu_gr.core.file_permissions import make_private
 from npu_gr.core.names import item_ids
-from npu_gr.core.private import make_private
 from npu_gr.dataset.actions import ActionKind, Actions
 from npu_gr.dataset.cells import pa, pq
 from npu_gr.dataset.files import EVENTS, FEATURE, ITEMS, NUMBER, USERS
@@ -150,7 +150,7 @@ def write_items(folder: Path, logged: Sequence[str], table: ItemTable | None) ->
     names = [*logged, *(name for name in listed if name not in of_log)]
     rows = [listed.get(name) for name in names]
     titles = ["" if table is None or row is None else table.titles[row] for row in rows]
-    ids = ItemNames.make(names, titles).ids  # refuses two names with the same id
+    ids = ItemNames.make(names, titles).ids  # rejects two names with the same id
     by_id = np.argsort(item_ids(names), kind="stable").tolist()
     columns: dict[str, Any] = {
         "id": pa.array(ids),

@@ -2,11 +2,11 @@
 
 A prefix is exact because its hit is computed as its cold pass is, so a ranker keeps one way. Each candidate
 encodes one history into pages, and ranks over it, cold and from the pages; scores that are not those of plain
-torch ops refuse it. The CPU has one way, which its build decides: nothing is measured there, and no answer
+torch ops reject it. The CPU has one way, which its build decides: nothing is measured there, and no answer
 depends on a clock.
 
 Right scores of one history prove little: a way may read behind the last token, where a fresh page has zeros,
-or write into somebody else's page. So small requests are checked too (`cases`, `observe`, `refusal`): all pages
+or write into somebody else's page. So small requests are checked too (`cases`, `observe`, `rejection`): all pages
 hold NaN before, as one may that another user leaves; those of two users stand in turns, with others between
 them; what no token wrote must hold the same bytes behind every pass; and a second time everything is the same.
 """
@@ -30,11 +30,11 @@ from npu_gr.backend.tiles import TILE_TOKENS
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.served import AttentionWay
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.engine.page_jobs import CachedPrefix, proof_order
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
+from npu_gr.engine.page_jobs import CachedPrefix, warmup_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 
 log = logging.getLogger(__name__)
@@ -128,8 +128,8 @@ async def choose_way(
     finally:
         await engine.zero(engine.arena, trial.runs)
     best = fastest(tried)
-    if best.refused:
-        raise ConfigError(f"attention: {best.name} is of no use here: {best.refused}")
+    if best.rejected:
+        raise ConfigError(f"attention: {best.name} is of no use here: {best.rejected}")
     engine.backend = backend.running(best.name)
     log.info("attention by %s: %s", best.name, "; ".join(map(told, tried)))
     return tuple(tried)
@@ -147,7 +147,7 @@ def fastest(tried: Sequence[AttentionWay]) -> AttentionWay:
 def told(way: AttentionWay) -> str:
     """Say how a way did."""
     if way.prefill_ms is None or way.rank_ms is None:
-        return f"{way.name} refused: {way.refused}"
+        return f"{way.name} rejected: {way.rejected}"
     return f"{way.name} {way.prefill_ms:.2f} ms a chunk and {way.rank_ms:.2f} ms a rank"
 
 
@@ -170,14 +170,14 @@ class _Checked(NamedTuple):
         return float(np.max([_drift(*pair) for pair in zip(logits, self.logits, strict=True)]))
 
 
-async def _refusal(engine: RankEngine, trial: Trial, checked: _Checked, drift: float) -> str:
+async def _rejection(engine: RankEngine, trial: Trial, checked: _Checked, drift: float) -> str:
     """Say why the engine's way is not to be used; "" = it may be."""
     limit = DRIFT[engine.model.dtype]
     if not drift <= limit:
         return f"scores differ from plain torch ops' by {drift:.1e} of their deviation, the limit is {limit:.0e}"
     spread = float(checked.logits[0].std())
     for want in checked.small:
-        if why := refusal(await observe(engine, want.case, trial.runs), want, spread, limit):
+        if why := rejection(await observe(engine, want.case, trial.runs), want, spread, limit):
             return why
     return ""
 
@@ -185,15 +185,15 @@ async def _refusal(engine: RankEngine, trial: Trial, checked: _Checked, drift: f
 async def _try(engine: RankEngine, way: str, trial: Trial, checked: _Checked) -> AttentionWay:
     try:
         drift = checked.drift(await _logits(engine, trial))
-        if why := await _refusal(engine, trial, checked, drift):
-            return AttentionWay(name=way, drift=drift, refused=why)
+        if why := await _rejection(engine, trial, checked, drift):
+            return AttentionWay(name=way, drift=drift, rejected=why)
         prefill, rank = _passes(trial)
         prefill_ms = await _fastest_ms(engine, prefill)
         rank_ms = await _fastest_ms(engine, rank)
     except DeviceError as error:
         if way == PLAIN:
             raise
-        return AttentionWay(name=way, refused=str(error))
+        return AttentionWay(name=way, rejected=str(error))
     return AttentionWay(name=way, prefill_ms=prefill_ms, rank_ms=rank_ms, drift=drift)
 
 
@@ -212,7 +212,7 @@ def _rank(trial: Trial, cached: CachedPrefix | None) -> RankPass:
 async def _logits(engine: RankEngine, trial: Trial) -> list[F32]:
     """Rank cold, and over pages that this way has written."""
     cold = await engine.rank(_rank(trial, None), _FAR)
-    await engine.prefill(trial.tokens[: trial.cached], trial.runs, _FAR, proof_order())
+    await engine.prefill(trial.tokens[: trial.cached], trial.runs, _FAR, warmup_order())
     hit = await engine.rank(_rank(trial, CachedPrefix(trial.runs, trial.cached)), _FAR)
     return [cold.logits, hit.logits]
 
@@ -322,8 +322,8 @@ async def observe(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Ob
     return first._replace(repeats=all(one.tobytes() == two.tobytes() for one, two in pairs))
 
 
-def refusal(got: Observed, want: Observed, spread: float, limit: float) -> str:
-    """Say in words why a way is refused by what it did with a case; "" = it is not.
+def rejection(got: Observed, want: Observed, spread: float, limit: float) -> str:
+    """Say in words why a way is rejected by what it did with a case; "" = it is not.
 
     Args:
         got: of the way.
@@ -338,7 +338,7 @@ def refusal(got: Observed, want: Observed, spread: float, limit: float) -> str:
     for what, mine, right in (("scores", got.logits, want.logits), ("keys and values", got.kept, want.kept)):
         deviation = spread if what == "scores" else max(float(np.std(np.concatenate(right))), 1e-6)
         drift = float(np.max([np.abs(a - b).max(initial=0.0) for a, b in zip(mine, right, strict=True)])) / deviation
-        if not drift <= limit:  # a NaN is refused
+        if not drift <= limit:  # a NaN is rejected
             return (
                 f"{got.case.name}: {what} differ from plain torch ops' by {drift:.1e} of their deviation, "
                 f"the limit is {limit:.0e}"
@@ -349,7 +349,7 @@ def refusal(got: Observed, want: Observed, spread: float, limit: float) -> str:
 async def _answer(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Observed:
     arena, page_tokens = engine.arena, engine.arena.layout.page_tokens
     pages = _pages(runs)
-    call = partial(engine.scheduler.call, deadline_at=_FAR, order=proof_order())
+    call = partial(engine.scheduler.call, deadline_at=_FAR, order=warmup_order())
 
     def poison() -> _Contents:
         arena.fill(pages, float("nan"))
@@ -359,7 +359,7 @@ async def _answer(engine: RankEngine, case: Case, runs: Sequence[PageRun]) -> Ob
     empty = (await call(poison)).value
     for asker in case.askers:
         if asker.cached:
-            await engine.prefill(asker.tokens[: asker.cached], asker.runs, _FAR, proof_order())
+            await engine.prefill(asker.tokens[: asker.cached], asker.runs, _FAR, warmup_order())
     before = (await call(partial(_Contents, arena, pages))).value
     passes = [
         RankPass(

@@ -31,7 +31,7 @@ from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.request import Normalise
 from npu_gr.core.settings import Count
-from npu_gr.engine.kv.arena import BeamArena, fork_ancestry
+from npu_gr.engine.kv_cache.arena import BeamArena, fork_ancestry
 from npu_gr.model.generative import BeamStep, GenerativeModel, LayerSlabs, UnsharedKV
 
 Fork = Literal["move", "ancestry"]

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from contextvars import Context
 from typing import Any, Self, TypeVar
 
-from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Refusal, Unavailable
+from npu_gr.core.errors import DeadlineExceeded, DeviceError, NpuGrError, Overloaded, Rejection, Unavailable
 from npu_gr.engine.queue import Job, JobQueue, JobResult, NextPass, SchedulerConfig
 
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class Streams:
         shed = self.queue.put(job, self._clock(), force=force)
         self._submitted()
         if shed is not None:
-            self._deliver([(shed, Overloaded("dropped to make room for a request", reason=Refusal.SHED))])
+            self._deliver([(shed, Overloaded("dropped to make room for a request", reason=Rejection.SHED))])
         return future
 
     def _submitted(self) -> None:

@@ -28,13 +28,13 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import Unprocessable
 from npu_gr.engine.beam_search import BeamQuery, BeamResult, SearchOptions, Tables, search
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.kv.arena import BeamArena, KVArena, Slab
-from npu_gr.engine.kv.pages import KVLayout, PageRun
-from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks, proof_order
+from npu_gr.engine.kv_cache.arena import BeamArena, KVArena, Slab
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
+from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks, warmup_order
 from npu_gr.engine.queue import Demand, JobOrder, JobResult, JobStep
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.generative import GenerativeModel, LayerSlabs
-from npu_gr.model.history_tokens import window_start
+from npu_gr.model.history_tokenizer import window_start
 
 # Prompts at least this long use two attention stages, shorter ones use one. The value is the middle of what others
 # measured (128 to 256, TensorRT-LLM PR 14396); `GenerateEngine.warm_up` replaces it by a measurement on this device.
@@ -486,7 +486,7 @@ class GenerateEngine(PageJobs):
                 each = work(n, max(widths))
                 tokens = each.prompt.tokens
                 part = PromptKV(scratch, (PageRun(0, scratch.num_pages),), len(each.prompt))
-                await self.scheduler.call(partial(self.generator.encode, tokens, [], part), _FAR, proof_order())
+                await self.scheduler.call(partial(self.generator.encode, tokens, [], part), _FAR, warmup_order())
                 searched_s = []
                 for self.generator.split_from_tokens in (0, n + 1):  # two stages, one
                     search_once = partial(

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from npu_gr.backend.base import Backend
 from npu_gr.engine.cost import PassCosts
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.queue import JobOrder, JobResult
 from npu_gr.engine.scheduler import Scheduler
 
@@ -46,7 +46,7 @@ class PageCopy(NamedTuple):
         return self.target.layout.bytes(self.num_tokens)
 
 
-def proof_order() -> JobOrder:
+def warmup_order() -> JobOrder:
     """The place in the queue of a job that proves or warms up a model."""
     return JobOrder(time.monotonic() + PROOF_S)
 
@@ -115,7 +115,7 @@ class PageJobs(PassCosts):
         samples_s = list[float]()
         for _ in range(COPY_SAMPLES):
             began_at = time.perf_counter()
-            await self.copy(pages, float("inf"), proof_order())
+            await self.copy(pages, float("inf"), warmup_order())
             samples_s.append(time.perf_counter() - began_at)
         self.copy_bytes_per_s = pages.num_bytes / min(samples_s)
 
@@ -127,8 +127,8 @@ class PageJobs(PassCosts):
         Raises:
             Overloaded, DeviceError, Unavailable: as `Scheduler.call`.
         """
-        await self.scheduler.call(run, float("inf"), proof_order())
-        return (await self.scheduler.call(run, float("inf"), proof_order())).device_s
+        await self.scheduler.call(run, float("inf"), warmup_order())
+        return (await self.scheduler.call(run, float("inf"), warmup_order())).device_s
 
     def zero(self, arena: KVArena, runs: Sequence[PageRun]) -> asyncio.Future[JobResult[None]]:
         """Overwrite pages before every job that waits, so that their next owner writes after this."""

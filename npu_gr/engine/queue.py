@@ -6,13 +6,13 @@ A job is a unit of device work. Its submitter may change its order while it wait
         |                  ^
         +---JobOrder-------+
 
-**Order.** The job with the earliest `order_at` runs first. A request's `order_at` is the instant by which it should be
+**ScoreBlend.** The job with the earliest `order_at` runs first. A request's `order_at` is the instant by which it should be
 done (its objective, or its deadline), and never later than `aging_s` after it arrived: no request starves. A request
 whose tenant has less than its share of what waits and of the newest pass runs as if it were due when it came: it is
 behind the pass that runs, and not behind another tenant's queue.
 
 **Preemptible jobs** (prefills, copies to DRAM) run only when no request is queued, the oldest first. When a request
-starts to wait for one, `hasten` gives that job the request's own order. So a prefill whose rank was refused takes no
+starts to wait for one, `hasten` gives that job the request's own order. So a prefill whose rank was rejected takes no
 time from the ranks that were admitted. Prefills run one after the other, not chunk by chunk in turn, because in turn
 all of them would end late.
 
@@ -40,7 +40,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from npu_gr.core.errors import Overloaded, Refusal
+from npu_gr.core.errors import Overloaded, Rejection
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero
 from npu_gr.engine.cost import SlowdownEwma
 
@@ -161,7 +161,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Limits of the queue and of one pass."""
 
     streams: Count = 1  # passes at once, over one copy of the weights; on a CPU each is a thread
-    max_queue: Count = 256  # jobs waiting; the next one is refused (429)
+    max_queue: Count = 256  # jobs waiting; the next one is rejected (429)
     max_batch_requests: Count = 4  # in one pass; more helps only accelerators
     max_batch_tokens: Count = 4096  # history and prompt tokens computed in one pass
     max_batch_rows: Count = 4096  # candidates and beams in one pass
@@ -329,7 +329,7 @@ class JobQueue:
             if shed is None or (job.preemptible and shed.order_at <= job.order_at):
                 raise Overloaded(
                     f"{self._waiting} jobs wait for the device, the limit is {self._config.max_queue}",
-                    reason=Refusal.QUEUE,
+                    reason=Rejection.QUEUE,
                 )
             self.withdraw(shed)
         job.submitted_at = now_at

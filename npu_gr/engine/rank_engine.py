@@ -2,7 +2,7 @@
 
 A ranker that also retrieves finds items too: a pass over NEXT gives the user vector u, and u the best of every item of
 the model's own table. A later pass over candidates may give each one's retrieval score beside its logits; where what
-was found is all that will be ranked, both passes are one job (`Ahead`).
+was found is all that will be ranked, both passes are one job (`PrefetchedScores`).
 
 Every method submits a job to the scheduler and awaits it; tensors are built and read on the device threads only.
 """
@@ -25,13 +25,13 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.engine.cost import CostModel, fit
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
 from npu_gr.engine.queue import Demand, JobOrder, JobStep
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.feature_rows import FeatureValues, NewItems
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 
@@ -114,7 +114,7 @@ class NextItems(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Ahead:
+class PrefetchedScores:
     """A rank of what a pass finds, in the same job: the request would ask for it as soon as it had the items."""
 
     merge: Callable[[I64], I64] | None  # found item rows -> all candidates; called on a device thread; None = as found
@@ -136,7 +136,7 @@ class FindPass:
     history: RankPass  # without candidates; `candidate_time` is that of NEXT
     k: int  # most items to find; 0 = only u is wanted
     hidden: I64  # [n] item rows that must not be found, in any order, maybe more than once
-    ahead: Ahead | None = None  # None = nothing is scored
+    ahead: PrefetchedScores | None = None  # None = nothing is scored
 
     @property
     def scored_as_found(self) -> tuple[int, int]:

@@ -20,12 +20,12 @@ from npu_gr.backend.tiles import Slab
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import CheckpointError, DeviceError
 from npu_gr.engine.generate_engine import GenerateEngine
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.page_jobs import CachedPrefix, PageCopy, proof_order
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.page_jobs import CachedPrefix, PageCopy, warmup_order
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.model.generative import LayerSlabs
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}  # of the logits' standard deviation
 _FAR = float("inf")
@@ -60,13 +60,13 @@ async def parity(
     shown_at = int(tokens.events.timestamps[-1])
     head = tokens[:cut]
     cold = await _asked(engine, RankPass(tokens, 0, candidates, shown_at))
-    await engine.prefill(head, runs, _FAR, proof_order())
+    await engine.prefill(head, runs, _FAR, warmup_order())
     hit = RankPass(tokens, 0, candidates, shown_at, cached=CachedPrefix(runs, cut))
     results = {"HBM": await _asked(engine, hit)}
     if dram is not None:
-        await engine.copy(PageCopy(engine.arena, runs, dram, dram_runs, cut), _FAR, proof_order())
+        await engine.copy(PageCopy(engine.arena, runs, dram, dram_runs, cut), _FAR, warmup_order())
         await engine.zero(engine.arena, runs)
-        await engine.copy(PageCopy(dram, dram_runs, engine.arena, runs, cut), _FAR, proof_order())
+        await engine.copy(PageCopy(dram, dram_runs, engine.arena, runs, cut), _FAR, warmup_order())
         results["DRAM"] = await _asked(engine, hit)
         await engine.zero(dram, dram_runs)
     await engine.zero(engine.arena, runs)
@@ -201,5 +201,5 @@ async def check_generator(engine: GenerateEngine, codes: Sequence[int], first_to
         scores: F32 = logits[0].to("cpu", torch.float32).numpy()
         return scores
 
-    found = [await engine.scheduler.call(score, _FAR, proof_order()) for _ in range(2)]
+    found = [await engine.scheduler.call(score, _FAR, warmup_order()) for _ in range(2)]
     check_scores(np.stack([each.value for each in found])[:, :, None], ("the next token",), where)

@@ -218,7 +218,7 @@ class Scheduler:
         )
 
     def post(self, function: Callable[[], None]) -> asyncio.Future[JobResult[None]]:
-        """Run `function` before every job that waits. It is queued when this returns, and never refused.
+        """Run `function` before every job that waits. It is queued when this returns, and never rejected.
 
         Returns:
             its end, which need not be awaited; Unavailable if the scheduler stops.

@@ -21,7 +21,7 @@ class Result(StrEnum):
 
     GOOD = "good"  # answered within the threshold
     SLOW = "slow"  # answered later
-    FAILED = "failed"  # refused for load, out of time, or broken
+    FAILED = "failed"  # rejected for load, out of time, or broken
 
 
 class Promise(StrEnum):
@@ -58,7 +58,7 @@ def is_promised(has_s: float, threshold_s: float) -> bool:
     return has_s >= LEAST_SHARE * threshold_s
 
 
-def judge(status: int, took_s: float, threshold_s: float, has_s: float = float("inf")) -> Result | None:
+def evaluate(status: int, took_s: float, threshold_s: float, has_s: float = float("inf")) -> Result | None:
     """Count one request.
 
     Args:
@@ -186,7 +186,7 @@ class Share(NamedTuple):
 
     num: int
     per_s: float
-    in_time_ratio: float
+    within_slo_ratio: float
     p99_s: float
 
 
@@ -228,6 +228,6 @@ def _share(answers: list[RecentAnswer], span_s: float) -> Share:
     return Share(
         num=len(answers),
         per_s=len(answers) / span_s,
-        in_time_ratio=sum(answer.is_good for answer in answers) / len(answers),
+        within_slo_ratio=sum(answer.is_good for answer in answers) / len(answers),
         p99_s=times_s[math.ceil(0.99 * len(times_s)) - 1],
     )

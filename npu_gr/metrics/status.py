@@ -1,7 +1,7 @@
 """The status page: the Structs of its JSON, and its HTML.
 
 The page is one HTML text. It loads nothing but its JSON, a `StatusReport`, every two seconds. It holds no data of its
-own, so it is served without an API key; it asks the reader for a key when the server refuses the JSON.
+own, so it is served without an API key; it asks the reader for a key when the server rejects the JSON.
 
 The API console is such a text, too. It reads the OpenAPI document with the reader's key. Browsers may not call the
 public address from a page of the admin address, so for its routes the page makes the `curl` call.
@@ -44,7 +44,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     num: int
     per_s: float
-    in_time_ratio: float
+    within_slo_ratio: float
     p99_s: float
 
 

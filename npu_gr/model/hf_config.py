@@ -1,6 +1,6 @@
 """`config.json` of a Hugging Face causal language model, as the decoder that it describes, and back.
 
-`FAMILIES` lists what is served. A setting that would change the numbers and is not served is refused by its name;
+`FAMILIES` lists what is served. A setting that would change the numbers and is not served is rejected by its name;
 every other key is the trainer's business and passed over.
 """
 
@@ -99,15 +99,15 @@ def decode(text: bytes) -> DecoderConfig:
         ValueError, msgspec.MsgspecError: it is broken, or asks for something that is not served; names the key.
     """
     keys = msgspec.json.decode(text, type=dict[str, Any])
-    refuse_unknown_kind(keys)
+    reject_unknown_kind(keys)
     found = msgspec.json.decode(text, type=_HFConfig)
-    _refuse_unserved(found)
+    _reject_unserved(found)
     # from a dict, so that msgspec checks the limits of the fields
     return msgspec.convert(_decoder_fields(found), DecoderConfig)
 
 
-def refuse_unknown_kind(keys: Mapping[str, Any]) -> None:
-    """Refuse a model of another family, or experts where the family has none.
+def reject_unknown_kind(keys: Mapping[str, Any]) -> None:
+    """Reject a model of another family, or experts where the family has none.
 
     Raises:
         ValueError: with the key and its value.
@@ -115,15 +115,15 @@ def refuse_unknown_kind(keys: Mapping[str, Any]) -> None:
     kind = keys.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None or not family.has_experts:
-        refuse_experts(keys)
+        reject_experts(keys)
     if family is None:
         raise ValueError(f"model_type: {kind!r} is none of {', '.join(KINDS)}")
     if keys.get("architectures") != [family.architecture]:
         raise ValueError(f"architectures: {keys.get('architectures')!r} is not [{family.architecture!r}]")
 
 
-def refuse_experts(keys: Mapping[str, Any]) -> None:
-    """Refuse a mixture of experts.
+def reject_experts(keys: Mapping[str, Any]) -> None:
+    """Reject a mixture of experts.
 
     Raises:
         ValueError: with the key and its value.
@@ -133,7 +133,7 @@ def refuse_experts(keys: Mapping[str, Any]) -> None:
             raise ValueError(f"{key}: {keys[key]!r}: a mixture of experts is served of qwen3_moe only")
 
 
-def _refuse_unserved(config: _HFConfig) -> None:
+def _reject_unserved(config: _HFConfig) -> None:
     family = FAMILIES[config.model_type]
     rope = config.rope
     bias = config.attention_bias
@@ -141,7 +141,7 @@ def _refuse_unserved(config: _HFConfig) -> None:
     sliding = [kind for kind in config.layer_types or [] if kind != "full_attention"]
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
     is_served = rope["rope_type"] in ("default", *SCALINGS) and not nested
-    refused = {
+    rejected = {
         "use_sliding_window": config.use_sliding_window or None,
         "layer_types": sliding[0] if sliding else None,
         "rope_scaling" if config.rope_scaling else "rope_parameters": None if is_served else rope,
@@ -151,7 +151,7 @@ def _refuse_unserved(config: _HFConfig) -> None:
         "mlp_bias": config.mlp_bias or None,
         "attention_bias": None if bias is None or family.qkv_bias in (None, bias) else bias,
     }
-    for key, value in refused.items():
+    for key, value in rejected.items():
         if value is not None:
             raise ValueError(f"{key}: {value!r} is not served for {config.model_type}")
     if missing := [key for key in SCALINGS.get(rope["rope_type"], {}) if key not in rope]:
@@ -187,7 +187,7 @@ def _decoder_fields(config: _HFConfig) -> dict[str, Any]:
 
 def _max_tokens(config: _HFConfig, family: Family) -> int:
     """As long as a text is no longer than the sliding window, each token sees all before it: that much is served."""
-    if config.model_type.startswith("qwen"):  # its window is off, or refused
+    if config.model_type.startswith("qwen"):  # its window is off, or rejected
         return config.max_position_embeddings
     window = family.sliding_window if config.sliding_window is msgspec.UNSET else config.sliding_window
     return config.max_position_embeddings if window is None else min(config.max_position_embeddings, window)

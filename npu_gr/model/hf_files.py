@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from npu_gr.core.errors import CheckpointError
-from npu_gr.core.private import as_public_as
+from npu_gr.core.file_permissions import as_public_as
 from npu_gr.model.weights import give_memory, shapes_only
 
 WEIGHTS = "model.safetensors"

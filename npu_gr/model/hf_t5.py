@@ -1,6 +1,6 @@
 """T5 in Hugging Face folders (`T5ForConditionalGeneration`): its `config.json`, and which parameter each tensor fills.
 
-A setting that would change the numbers and is not served is refused by its name; every other key is the trainer's
+A setting that would change the numbers and is not served is rejected by its name; every other key is the trainer's
 business and passed over. Where transformers 4 and 5 read a key differently, we read it as 5 does: a head of its own
 is one that the weights' file has, whatever `tie_word_embeddings` says.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.model import hf_files
-from npu_gr.model.hf_config import refuse_experts
+from npu_gr.model.hf_config import reject_experts
 from npu_gr.model.t5 import T5, Activation, T5Config
 
 ARCHITECTURE = "T5ForConditionalGeneration"
@@ -63,7 +63,7 @@ def decode(text: bytes) -> T5Config:
         ValueError, msgspec.MsgspecError: it is broken, or asks for something that is not served; names the key.
     """
     keys = msgspec.json.decode(text, type=dict[str, Any])
-    refuse_experts(keys)
+    reject_experts(keys)
     if keys.get("architectures") != [ARCHITECTURE]:
         raise ValueError(f"architectures: {keys.get('architectures')!r} is not [{ARCHITECTURE!r}]")
     found = msgspec.json.decode(text, type=_HFConfig)
@@ -71,13 +71,13 @@ def decode(text: bytes) -> T5Config:
     if found.feed_forward_proj == "gated-gelu":
         name = "gelu_new"
     name = name if found.dense_act_fn is None else found.dense_act_fn
-    refused = {
+    rejected = {
         "feed_forward_proj": None if way in ("", "gated") else found.feed_forward_proj,
         "dense_act_fn": None if name in ACTIVATIONS else name,
         "is_encoder_decoder": None if found.is_encoder_decoder else False,
         "quantization_config": found.quantization_config,
     }
-    for key, value in refused.items():
+    for key, value in rejected.items():
         if value is not None:
             raise ValueError(f"{key}: {value!r} is not served for t5")
     if found.decoder_start_token_id is None:

@@ -3,7 +3,7 @@
 A *segment* is one request's rows: new history tokens after p cached ones, then candidates. A batch is a list of
 segments. Prefill is a segment without candidates, full inference one without a past, so cold and cached scores come
 from the same lines of code. `hstu_layer.py` runs the layers; where the backend has kernels of whole passes or of
-whole layers, `WholeCalls` describes the model to them. `hstu_input.py` has the weights, and the rows of segments.
+whole layers, `FusedForwardCalls` describes the model to them. `hstu_input.py` has the weights, and the rows of segments.
 
 A model with `retrieval` also answers what comes next. NEXT is a candidate without an item: item row `num_items`, one
 past the last. Its final row becomes the user vector u, and the retrieval score of item i is u . e_i with the items'
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from npu_gr.backend.base import Affine, Backend, HstuPass
 from npu_gr.backend.calls import (
+    FusedForwardCall,
     HstuFindCall,
     HstuFound,
     HstuHead,
@@ -32,7 +33,6 @@ from npu_gr.backend.calls import (
     HstuPassCall,
     HstuSegment,
     HstuWeights,
-    HstuWholeCall,
 )
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.arrays import F32
@@ -49,7 +49,7 @@ class HSTU(HSTUWeights):
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__(config)
         self._rows = InputRows(self)
-        self.whole = WholeCalls(self, self._rows, self._answer)
+        self.whole = FusedForwardCalls(self, self._rows, self._answer)
 
     @torch.inference_mode()
     def forward(self, backend: Backend, segments: Sequence[Segment]) -> list[Tensor]:
@@ -210,7 +210,7 @@ def run_whole_layers(layers: Sequence[HSTULayer], dim: int, backend: Backend, wh
     return x
 
 
-class WholeCalls:
+class FusedForwardCalls:
     """Runs a model with plain passes by one call of the backend, where it has kernels of whole passes."""
 
     def __init__(
@@ -252,7 +252,7 @@ class WholeCalls:
         if not self._has_one_scale:
             return None
         answer = "next" if is_next else "logits" if is_next is False and self._has_plain_head else "rows"
-        found = backend.hstu_whole(self._whole_call(backend, told, segments, answer))
+        found = backend.fused_forward(self._whole_call(backend, told, segments, answer))
         if found is None:
             return None
         ends = itertools.accumulate(s.num_candidates for s in told)
@@ -268,7 +268,7 @@ class WholeCalls:
         backend: Backend,
         told: Sequence[HstuSegment],
         segments: Callable[[], Sequence[Segment]],
-        search: Callable[[HstuWholeCall], HstuFindCall],
+        search: Callable[[FusedForwardCall], HstuFindCall],
     ) -> HstuFound | None:
         """Find items, and score what of them is wanted, by one call of the backend.
 
@@ -285,10 +285,10 @@ class WholeCalls:
 
     def _whole_call(
         self, backend: Backend, told: Sequence[HstuSegment], segments: Callable[[], Sequence[Segment]], answer: str
-    ) -> HstuWholeCall:
+    ) -> FusedForwardCall:
         model = self._model
         table = model.items.table
-        return HstuWholeCall(
+        return FusedForwardCall(
             model,
             self._pass_weights,
             model.dtype if table is None else table.dtype,

@@ -2,7 +2,7 @@
 
 Token of a behaviour = item + its side features + action + the event's own features. A candidate has no action yet: it
 carries a learned "shown" embedding instead, the request's features and its own cross features. A model with features
-of the user has one token of them in front. Order [user | history | candidates]; a candidate's position is the number of
+of the user has one token of them in front. ScoreBlend [user | history | candidates]; a candidate's position is the number of
 tokens before all candidates. NEXT is a candidate without an item: item row `num_items`, one past the last.
 """
 

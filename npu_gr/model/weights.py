@@ -29,12 +29,12 @@ from torch.overrides import TorchFunctionMode
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CheckpointError
+from npu_gr.core.file_permissions import as_public_as
 from npu_gr.core.names import value_name
-from npu_gr.core.private import as_public_as
+from npu_gr.model.blend import FILE as ORDER
+from npu_gr.model.blend import ScoreBlend, load_blend, save_blend
 from npu_gr.model.config import HSTUConfig, take_pinned, write_keys
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.order import FILE as ORDER
-from npu_gr.model.order import Order, load_order, save_order
 
 # what fills a tensor at random, or with a constant; as functions of `nn.init` and as methods
 _FILLS = frozenset(name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_"))
@@ -89,7 +89,7 @@ class Checkpoint:
     action_values: tuple[float, ...] = ()  # value in an interaction log of each action, where it has one
     action_names: tuple[str, ...] = ()  # what the company calls each action; none = its value is its name
     metrics: dict[str, float] = field(default_factory=dict)  # what training measured
-    order: Order | None = None  # how recommend sums up what it knows of an item; None = not fitted
+    order: ScoreBlend | None = None  # how recommend sums up what it knows of an item; None = not fitted
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,7 +137,7 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder}: cannot be written: {error}") from error
     if checkpoint.order is not None:
-        save_order(checkpoint.order, folder)
+        save_blend(checkpoint.order, folder)
     return _with_order(version, folder)
 
 
@@ -171,7 +171,7 @@ def load(folder: Path) -> Checkpoint:
     names = about.action_names or tuple(map(value_name, about.action_values))
     if names and (len(names) != len(about.model.actions) or len(set(names)) != len(names)):
         raise CheckpointError(f"checkpoint {folder}: action_names: one for each of {len(about.model.actions)} actions")
-    order = load_order(folder)
+    order = load_blend(folder)
     if order is not None and (misfit := _order_misfit(about.model, order)):
         raise CheckpointError(f"checkpoint {folder}: {ORDER} does not fit config.json: {misfit}")
     return Checkpoint(
@@ -192,7 +192,7 @@ def _with_order(version: str, folder: Path) -> str:
     return xxhash.xxh3_64((version + digest(path)).encode()).hexdigest() if path.exists() else version
 
 
-def _order_misfit(config: HSTUConfig, order: Order) -> str:
+def _order_misfit(config: HSTUConfig, order: ScoreBlend) -> str:
     """Say why a model cannot be asked for what the order sums up; empty = it can."""
     if not config.retrieval:
         return "the model does not retrieve"

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobResult
 from npu_gr.relay.encoder import Encoder, P
 

@@ -12,8 +12,8 @@ from typing import Protocol, TypeVar
 
 from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import PageCopy
 from npu_gr.engine.queue import JobOrder, JobResult
 

@@ -1,6 +1,6 @@
 """The relay race: a signal produces a user's prefix KV in HBM, and the rank that follows leases it.
 
-    signal  ->  Production   what to produce, if anything     ->  Producers   one for each prefix, in the background
+    signal  ->  Production   what to produce, if anything     ->  PrefillManager   one for each prefix, in the background
     rank    ->  PrefixFinder what to use, of what exists      ->  Lease       held while the rank runs
                                                               ->  Spills      used prefixes are copied to DRAM
 
@@ -29,18 +29,18 @@ import msgspec
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.kv.prefix_pool import PrefixEntry
-from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry
+from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix, PageCopy
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.background import BackgroundTasks, Overwrites
 from npu_gr.relay.config import Calibration, LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import FoundPrefix, Inventory, LastSignals, PrefixFinder, RankTime
-from npu_gr.relay.producers import Adoption, PrefixFiller, ProducerKind, Producers
-from npu_gr.relay.production import Production
+from npu_gr.relay.prefill_job import Production
+from npu_gr.relay.prefill_manager import Adoption, PrefillKind, PrefillManager, PrefixFiller
 from npu_gr.relay.trigger import RelayMeasurements
 
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})  # all tenants are equal
@@ -97,7 +97,7 @@ class Relay(Generic[P]):
         self._background = BackgroundTasks(lambda where: self.on_error(where))
         self._overwrites = Overwrites(engine, tiers)
         self._filler = PrefixFiller(engine, tiers, config.max_reloads)
-        self.producers = Producers(self._filler, tiers.pool, self._background, clock)
+        self.producers = PrefillManager(self._filler, tiers.pool, self._background, clock)
         self.spills = Spills(self.settings, engine, tiers, self._background)
         self._signals = LastSignals(self.settings)
         producers = self.producers.table
@@ -134,7 +134,7 @@ class Relay(Generic[P]):
 
     def in_flight(self, work: str) -> int:
         """Count the prefixes on their way: `prefill` and `reload` into HBM, `spill` into DRAM."""
-        return len(self.spills) if work == "spill" else self.producers.table.in_flight(ProducerKind(work))
+        return len(self.spills) if work == "spill" else self.producers.table.in_flight(PrefillKind(work))
 
     # ---- signal
 

@@ -30,7 +30,7 @@ from typing import NamedTuple, Protocol
 from npu_gr.core.request import Verdict
 from npu_gr.core.shares import Account, Shares
 from npu_gr.engine.cost import RunningQuantile
-from npu_gr.engine.kv.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
 from npu_gr.relay.config import Calibration, LiveSettings, TriggerConfig
 
 

@@ -19,8 +19,8 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.history import Events
 from npu_gr.core.kinds import EVENTS, RANK
 from npu_gr.core.names import ActionNames, item_ids
-from npu_gr.core.words import near, quoted
-from npu_gr.features.interactions import Interactions
+from npu_gr.core.text_format import near, quoted
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 
 LIKE = 4.0  # the least rating that counts as a like

@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.file_permissions import make_private, open_private, warn_if_shared
 from npu_gr.core.history import UserKey
-from npu_gr.core.private import make_private, open_private, warn_if_shared
 
 KEY_FILE = "hash-key"  # in the folder of the recordings, where the configuration names no other
 MIN_KEY_BYTES = 16
@@ -154,7 +154,7 @@ def add(folder: Path, names: Iterable[UserKey], at: float) -> None:
     """Add a user under each of its names, durably.
 
     Raises:
-        OSError: the disk refuses; the user may not be in the list. DataError: the list is damaged.
+        OSError: the disk rejects; the user may not be in the list. DataError: the list is damaged.
     """
     path = folder / LIST
     with _locked(folder):

@@ -2,7 +2,7 @@
 
 Records are read in time order without holding the file. A recorder writes a request when it is answered, not when it
 came; so in a file a record may stand up to `REORDER` places after its time, and reading restores the order. A file
-whose records are later than that is refused.
+whose records are later than that is rejected.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import IO, Literal, cast
 import msgspec
 
 from npu_gr.core.errors import DataError
+from npu_gr.core.file_permissions import make_private
 from npu_gr.core.history import UserKey
 from npu_gr.core.lines import raw_lines, zstandard
-from npu_gr.core.private import make_private
 from npu_gr.replay import erased
 from npu_gr.replay.log import QueryRecord
 
@@ -227,7 +227,7 @@ class RotatingFile:
             self._path.rename(self._path.with_suffix(""))
 
     def abandon(self) -> None:
-        """Go on with a new file, because the disk refused this one. What reached the disk stays there."""
+        """Go on with a new file, because the disk rejected this one. What reached the disk stays there."""
         with contextlib.suppress(OSError):
             self.close()
         self._open = None

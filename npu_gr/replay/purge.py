@@ -24,9 +24,9 @@ from pathlib import Path
 import msgspec
 
 from npu_gr.core.errors import ConfigError, DataError
+from npu_gr.core.file_permissions import open_private
 from npu_gr.core.history import UserKey
 from npu_gr.core.lines import raw_lines
-from npu_gr.core.private import open_private
 from npu_gr.replay import erased
 from npu_gr.replay.erased import ErasedUsers
 from npu_gr.replay.files import PART, PATTERN, create
@@ -100,7 +100,7 @@ def purge(folder: Path) -> Purged:
 def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
     """Write a file anew without what is erased; return how many records and lines that are none were removed."""
     removed = unreadable = kept = 0
-    for _, verdict in _judged(path, listed):
+    for _, verdict in _evaluated(path, listed):
         removed += verdict == "erased"
         unreadable += verdict == "unreadable"
         kept += verdict == "kept"
@@ -110,7 +110,7 @@ def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
     try:
         if kept:
             with create(beside, path.suffix) as file:
-                for line, verdict in _judged(path, listed):
+                for line, verdict in _evaluated(path, listed):
                     if verdict == "kept":
                         file.write(line + b"\n")
             with beside.open("rb") as written:
@@ -125,7 +125,7 @@ def _purge_file(path: Path, listed: ErasedUsers) -> tuple[int, int]:
     return removed, unreadable
 
 
-def _judged(path: Path, listed: ErasedUsers) -> Iterator[tuple[bytes, str]]:
+def _evaluated(path: Path, listed: ErasedUsers) -> Iterator[tuple[bytes, str]]:
     """Each line, and whether it is kept, erased or unreadable. What follows a place that cannot be read is one line."""
     decode = msgspec.json.Decoder(_Who).decode
     try:

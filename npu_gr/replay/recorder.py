@@ -30,9 +30,9 @@ import xxhash
 
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unavailable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, Columns, OneRow
+from npu_gr.core.file_permissions import warn_if_shared
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import KINDS, Scored
-from npu_gr.core.private import warn_if_shared
 from npu_gr.core.request import Answer, EventsRequest, Request
 from npu_gr.core.settings import Count, Seconds, SomeBytes
 from npu_gr.replay import erased
@@ -98,7 +98,7 @@ class RecordStatus(msgspec.Struct, frozen=True, kw_only=True):
     sample_ratio: float
     written: int
     dropped: int  # the queue was full
-    failed: int  # the disk refused
+    failed: int  # the disk rejected
     erased: int  # their user was erased while they were queued
     queued_bytes: int
     files: list[str]  # newest last; `.part` is being written

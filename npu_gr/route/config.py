@@ -12,8 +12,8 @@ import msgspec
 
 from npu_gr.core import settings
 from npu_gr.core.settings import Count, Seconds, SecondsOrZero, SomeBytes
+from npu_gr.core.text_format import whole
 from npu_gr.core.tls import ClientTlsConfig, ServerTlsConfig
-from npu_gr.core.words import whole
 from npu_gr.server.auth.rules import is_loopback_name
 
 # of an instance: HAProxy, Prometheus and the picker's ring all have it

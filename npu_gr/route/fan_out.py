@@ -149,7 +149,7 @@ def verdict(change: Change, answers: Mapping[str, Answered]) -> web.Response:
 
     Returns:
         Of an erasure 204; 202 where an instance has yet to overwrite files; 200 where one could not be reached, whose
-        disk may still hold the user. Of another change 200 with each instance's answer. A refusal that all agree on.
+        disk may still hold the user. Of another change 200 with each instance's answer. A rejection that all agree on.
 
     Raises:
         Unavailable: an instance has not done it; it is named.
@@ -158,7 +158,7 @@ def verdict(change: Change, answers: Mapping[str, Answered]) -> web.Response:
     done = sorted(set(answers) - set(left))
     statuses = {answer.status for answer in answers.values()}
     if len(statuses) == 1 and 400 <= (status := next(iter(statuses))) < 500:
-        return problem(status, "refused", "every instance refused", random_id(128))
+        return problem(status, "rejected", "every instance rejected", random_id(128))
     unreachable = [name for name, why in left.items() if why == UNREACHABLE and change.is_erasure]
     if not done or len(unreachable) < len(left):
         named = ", ".join(f"{name} ({why})" for name, why in left.items())

@@ -35,7 +35,7 @@ QUEUE_SHARE = 0.7  # of the objective that a request may wait; the rest is for t
 PATIENCE = 5  # times its objective until an answer is late, and what may be sent again is sent to another instance
 LEAST_PATIENCE_S = 0.25
 AGENT_MS = 100
-PACED_MS = 50  # a request that finds the queue full is refused after this time, so that who retries at once is paced
+PACED_MS = 50  # a request that finds the queue full is rejected after this time, so that who retries at once is paced
 # A parameter of a path: no encoding and no segment of dots, so nothing that two parsers read differently
 _SEGMENT = "[A-Za-z0-9_-][A-Za-z0-9._-]*"
 _OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")  # the router answers for itself
@@ -136,7 +136,7 @@ def _process(config: RouterConfig, material: Material) -> str:
     return f"""global
   nbthread {config.threads}
   maxconn {config.limits.max_connections}
-  no strict-limits  # fewer files than that are a warning, not a refusal to start
+  no strict-limits  # fewer files than that are a warning, not a rejection to start
   tune.bufsize {config.limits.buffer_bytes}  # a body that fits is read whole first, and can be sent again
   tune.maxrewrite 1024
   tune.ssl.default-dh-param 2048
@@ -315,7 +315,7 @@ if {{ path {" ".join(_OWN_ROUTES)} }} METH_GET"""
 
 
 def _no_foreign_pages(host: str) -> str:
-    """Refuse what a page of another site makes a browser send, as `access.browsers` does in an instance."""
+    """Reject what a page of another site makes a browser send, as `access.browsers` does in an instance."""
     lines = [
         "  acl foreign req.hdr(sec-fetch-site) -m found",
         "  acl own_site req.hdr(sec-fetch-site) -m str -i same-origin none",
@@ -336,7 +336,7 @@ def _no_foreign_pages(host: str) -> str:
 
 
 def _keys(config: RouterConfig, name: str, condition: str = "") -> str:
-    """Refuse a request without a key before its body; what the key may do is the instance's to say."""
+    """Reject a request without a key before its body; what the key may do is the instance's to say."""
     if not config.api_keys_file:
         return "  # no keys: allow_unauthenticated, or loopback"
     known = f"{{ var(txn.key),map_str({HERE}/{name}) -m found }}"
@@ -357,8 +357,8 @@ def _allowed() -> str:
         names.append(f"is_{method} on_{method}")
         lines.append(f"  acl is_{method} method {'GET HEAD' if method == 'GET' else method}")
         lines.append(_acl(f"on_{method}", paths))
-    refusal = f"content-type application/problem+json string '{_problem('not found')}'"
-    lines.append(f"  http-request return status 404 {refusal} unless {' or '.join(names)}")
+    rejection = f"content-type application/problem+json string '{_problem('not found')}'"
+    lines.append(f"  http-request return status 404 {rejection} unless {' or '.join(names)}")
     return "\n".join(lines)
 
 
@@ -394,7 +394,7 @@ def _late(config: RouterConfig, *routings: Routing, when: str = "") -> str:
 
 
 def _overloaded(backend: str) -> str:
-    """A request that waited too long is refused for load, which is no error of the service: 429, and when to retry."""
+    """A request that waited too long is rejected for load, which is no error of the service: 429, and when to retry."""
     own = "!{ var(txn.answered) -m bool }"
     return f"""  http-after-response set-status 429 reason "Too Many Requests" \
 if {{ status 503 }} {own} {{ nbsrv({backend}) gt 0 }}

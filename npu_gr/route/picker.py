@@ -54,7 +54,7 @@ class UserInBody(msgspec.Struct, frozen=True):
     user_id: str | int
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that the picker answers itself."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -144,7 +144,7 @@ class Pick:
         """Answer a message of the gateway.
 
         Raises:
-            Refused: the request itself is answered.
+            Rejected: the request itself is answered.
         """
         kind = request.WhichOneof("request")
         if kind == "request_headers":
@@ -172,7 +172,7 @@ class Pick:
         method = given.get(":method", b"").decode("latin-1")
         self._routing = routing_of(method, path)
         if self._routing is Routing.EVERYWHERE:
-            raise Refused(501, "send this to the router's own address, which passes it to every instance")
+            raise Rejected(501, "send this to the router's own address, which passes it to every instance")
         self._user = unquote_to_bytes(given.get(self._fleet.user_header, b""))
         wants_body = self._routing in BY_USER and not self._user and given.get("x-npugr-service") != b"normal"
         if wants_body and self._mode in _HOLDS_BODY and not request.request_headers.end_of_stream:
@@ -187,7 +187,7 @@ class Pick:
             return [pb.ProcessingResponse(request_body=pb.BodyResponse())]
         self._body.append(body.body)
         if sum(map(len, self._body)) > MOST_BODY_BYTES:
-            raise Refused(413, f"a body of over {MOST_BODY_BYTES} bytes must name its user in a header")
+            raise Rejected(413, f"a body of over {MOST_BODY_BYTES} bytes must name its user in a header")
         if self._mode == pb.BUFFERED:
             self._name()
             return [self._pick(is_in_body=True)]
@@ -210,7 +210,7 @@ class Pick:
         try:
             named = msgspec.json.decode(b"".join(self._body), type=UserInBody)
         except msgspec.MsgspecError as error:
-            raise Refused(400, f"{self._fleet.user_header}: missing, and the body names no user: {error}") from error
+            raise Rejected(400, f"{self._fleet.user_header}: missing, and the body names no user: {error}") from error
         self._body = None
         self._user = str(named.user_id).encode()
 
@@ -218,7 +218,7 @@ class Pick:
         """Choose, and tell the gateway."""
         self._chosen = self._fleet.choose(self._routing, self._user, self._subset)
         if not self._chosen:
-            raise Refused(503, "no instance is ready")
+            raise Rejected(503, "no instance is ready")
         self._fleet.in_flight[self._chosen[0]] += 1
         value = ",".join(self._fleet.endpoints[name] for name in self._chosen)
         common = pb.CommonResponse(header_mutation=_set({DESTINATION: value}), clear_route_cache=True)
@@ -306,10 +306,10 @@ class Services:
             async for request in requests:
                 for response in pick.answer(request):
                     await context.write(response)
-        except Refused as refused:
-            body = msgspec.json.encode({"type": "about:blank", "title": refused.why, "status": refused.status})
+        except Rejected as rejected:
+            body = msgspec.json.encode({"type": "about:blank", "title": rejected.why, "status": rejected.status})
             answer = pb.ImmediateResponse(
-                status=pb.HttpStatus(code=refused.status),
+                status=pb.HttpStatus(code=rejected.status),
                 headers=_set({"Content-Type": "application/problem+json"}),
                 body=body,
                 details="picker",

@@ -1,7 +1,7 @@
 """`npu-gr route`: writes HAProxy's files, runs `haproxy -W` as a child, and keeps it up to date.
 
     the settings, the list of instances,      new files, `haproxy -c`, and a reload that loses no connection;
-    keys or certificates change               what HAProxy refuses changes nothing, and the log says why
+    keys or certificates change               what HAProxy rejects changes nothing, and the log says why
     SIGHUP                                    the same, at once
     SIGTERM, SIGINT                           unready for `drain_grace_s`, then no new connections, then the end
     HAProxy ends                              so does the router: whoever started it starts it again
@@ -63,7 +63,7 @@ class Proxy:
         """Put a set of files in force for the next start or reload.
 
         Raises:
-            ConfigError: HAProxy refuses it; the one before stays.
+            ConfigError: HAProxy rejects it; the one before stays.
         """
         before = self.folder / str(self._number)
         self._number += 1
@@ -176,7 +176,7 @@ async def check(path: Path) -> None:
     """Let HAProxy check a file.
 
     Raises:
-        ConfigError: it is refused, or there is no HAProxy.
+        ConfigError: it is rejected, or there is no HAProxy.
     """
     process = await asyncio.create_subprocess_exec(
         await asyncio.to_thread(_program),
@@ -189,7 +189,7 @@ async def check(path: Path) -> None:
     _, errors = await process.communicate()
     if process.returncode:
         lines = [line for line in errors.decode(errors="replace").splitlines() if "NOTICE" not in line]
-        raise ConfigError(f"haproxy refuses what was written: {'; '.join(lines)[:2000]}")
+        raise ConfigError(f"haproxy rejects what was written: {'; '.join(lines)[:2000]}")
 
 
 def _program() -> str:
@@ -402,7 +402,7 @@ async def tried(config: RouterConfig) -> str:
         What was found.
 
     Raises:
-        ConfigError: it cannot be made, or HAProxy refuses it.
+        ConfigError: it cannot be made, or HAProxy rejects it.
     """
     with tempfile.TemporaryDirectory(prefix="npu_gr") as folder:
         proxy = Proxy(Path(folder))

@@ -30,7 +30,7 @@ from npu_gr.core.kinds import Kind
 from npu_gr.core.logs import ACCESS_LOG, QueuedHandler, SeldomLog, Trace, begin, log_line
 from npu_gr.core.request import Answer
 from npu_gr.core.secret import SecretUrl, redacted
-from npu_gr.jobs.base import HeldPermit
+from npu_gr.handlers.base import HeldPermit
 from npu_gr.server.auth.keys import ANYBODY, Key
 from npu_gr.server.config import ServerConfig
 
@@ -68,7 +68,7 @@ class ServerCall(msgspec.Struct, kw_only=True):
     key: Key = ANYBODY
     permit: HeldPermit | None = None  # None: it was not admitted here
     parsed_at: float | None = None
-    user: UserKey | None = None  # None: it names none, or was refused before its body was read
+    user: UserKey | None = None  # None: it names none, or was rejected before its body was read
     answer: Answer | None = None  # of the service; None: there was none
 
     def left_s(self) -> float:
@@ -91,7 +91,7 @@ class AccessLog:
         self._logs_all = config.log_requests == "all"
         self._slow_s = config.slow_request_s
         self._key = None if config.log_user_key_file is None else read_key_file(config.log_user_key_file)
-        self.newest = NewestRequests()
+        self.newest = RecentRequests()
         self.on_line: Callable[[str, AccessLine], None] = self.newest.add  # of a request that belongs to a kind
         self._faults = SeldomLog(logging.getLogger(__name__))
 
@@ -222,16 +222,16 @@ class EndedLine(NamedTuple):
     line: AccessLine
 
 
-class NewestRequests:
+class RecentRequests:
     """The newest requests that belong to a kind."""
 
     def __init__(self) -> None:
         self._newest: deque[EndedLine] = deque(maxlen=NEWEST)
-        # apart for each kind, so that a storm of refusals pushes out no answer
+        # apart for each kind, so that a storm of rejections pushes out no answer
         self._answered_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
 
     def add(self, kind: str, line: AccessLine) -> None:
-        """Keep a request that has ended; a refusal is never slow, so none is kept."""
+        """Keep a request that has ended; a rejection is never slow, so none is kept."""
         if line.status < 400:
             self._answered_s[kind].append(line.duration_s)
         if line.status != 429:

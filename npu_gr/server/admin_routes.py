@@ -9,23 +9,23 @@ from aiohttp import web
 
 from npu_gr.core.errors import TooLarge, Unprocessable
 from npu_gr.core.names import FIRST_HASHED, item_ids
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.metrics.status import CONTENT_SECURITY_POLICY, console, page
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec.admin import (
+from npu_gr.server.config import ServerConfig
+from npu_gr.server.debug.routes import DebugRoutes
+from npu_gr.server.http import json_response, struct_response
+from npu_gr.server.kind_routes import Reader
+from npu_gr.server.openapi import document
+from npu_gr.server.schemas.admin import (
     CHANGE_BYTES,
     CatalogueItemsBody,
     parse_catalogue_change,
     render_catalogue,
     render_vectors,
 )
-from npu_gr.server.codec.fields import MOST_ITEMS, ItemOut, UserBody
-from npu_gr.server.codec.media import JSON, decode
-from npu_gr.server.config import ServerConfig
-from npu_gr.server.debug.routes import DebugRoutes
-from npu_gr.server.http import json_response, struct_response
-from npu_gr.server.kind_routes import Reader
-from npu_gr.server.openapi import document
+from npu_gr.server.schemas.fields import MOST_ITEMS, ItemOut, UserBody
+from npu_gr.server.schemas.media import JSON, decode
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 from npu_gr.server.status import Insight, config_text
 

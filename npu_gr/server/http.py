@@ -10,14 +10,14 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from npu_gr.core.errors import BadRequest, DeadlineExceeded, NotTaken, NpuGrError, Overloaded, Refusal, Unauthorized
+from npu_gr.core.errors import BadRequest, DeadlineExceeded, NotTaken, NpuGrError, Overloaded, Rejection, Unauthorized
 from npu_gr.core.logs import random_id
-from npu_gr.server.codec.media import JSON, MSGPACK, encode
+from npu_gr.server.schemas.media import JSON, MSGPACK, encode
 
 UNEXPECTED = "an unexpected error; the log has it under this request id"
 REQUEST_ID = "X-Request-Id"
 RETRY_AFTER_MS = "Retry-After-Ms"  # beside Retry-After, which has whole seconds
-RETRY_MS = range(20, 96, 5)  # when a refused caller may come again; spread, so that all do not come at once
+RETRY_MS = range(20, 96, 5)  # when a rejected caller may come again; spread, so that all do not come at once
 NOT_TAKEN = "X-NpuGr-Not-Taken"  # on a 503: the instance began nothing, so the router may send it to another one
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 _GRPC_UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -113,7 +113,7 @@ def from_error(error: BaseException, request_id: str, *, is_inference: bool = Fa
         answer = problem(error.status, error.title, str(error), request_id, is_inference=is_inference)
         if isinstance(error, Overloaded):
             answer.headers["Retry-After"] = f"{max(1, round(error.retry_after_s))}"
-            if error.reason is not Refusal.RATE:  # a rate does not end in milliseconds
+            if error.reason is not Rejection.RATE:  # a rate does not end in milliseconds
                 answer.headers[RETRY_AFTER_MS] = f"{random.choice(RETRY_MS)}"  # noqa: S311  (spread)
         elif error.status == 503:
             answer.headers["Retry-After"] = "1"

@@ -1,6 +1,6 @@
 """The routes of all kinds of requests. One handler serves them; the tables of kinds and codecs say what differs.
 
-A handler reads its body with a bound on what that may cost (`Reader`), and in turn with others (`Pieces`).
+A handler reads its body with a bound on what that may cost (`Reader`), and in turn with others (`CooperativeSlices`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from npu_gr.core.kinds import KINDS, A, Kind, Q
 from npu_gr.core.request import Answer, Outcome
 from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec import CODECS, bulk
-from npu_gr.server.codec.fields import B, Codec, Shown, UrlParts
-from npu_gr.server.codec.media import decode, skim
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import accepted_media, struct_response
 from npu_gr.server.middleware import CALL, Course
+from npu_gr.server.schemas import CODECS, bulk
+from npu_gr.server.schemas.fields import B, Codec, ResponseFields, UrlParts
+from npu_gr.server.schemas.media import decode, skim
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 
 D = TypeVar("D")  # a decoded body
@@ -44,7 +44,7 @@ _X_CACHE = {
 def kind_handlers(
     service: ServiceProtocol, course: Course, reader: Reader
 ) -> dict[str, Callable[[web.Request], Awaitable[web.Response]]]:
-    """Make the handler of each kind, also of those that this instance is not configured for: the service refuses them.
+    """Make the handler of each kind, also of those that this instance is not configured for: the service rejects them.
 
     Raises:
         KeyError: a kind has no codec.
@@ -89,7 +89,7 @@ def _handler(
             require_ready(service)
         call = request[CALL]
 
-        def parse(body: Any) -> tuple[Q, Shown]:  # B; mypy cannot know that B is UrlParts where there is no body
+        def parse(body: Any) -> tuple[Q, ResponseFields]:  # B; mypy cannot know that B is UrlParts where there is no body
             return parse_body(call, body, codec, service, course)
 
         if codec.body is None:
@@ -114,11 +114,11 @@ def _handler(
 
 def parse_body(
     call: ServerCall, body: Any, codec: Codec[Any, Q, Any], service: ServiceProtocol, course: Course
-) -> tuple[Q, Shown]:
+) -> tuple[Q, ResponseFields]:
     """Make a request of a decoded body or of a URL, and say what its answer will say of its items.
 
     Args:
-        call: has the key, which decides whose data it is about; it notes the user before anything else is refused.
+        call: has the key, which decides whose data it is about; it notes the user before anything else is rejected.
         body: of the codec, or `UrlParts`.
         codec: of the kind.
         service: knows the names.
@@ -127,7 +127,7 @@ def parse_body(
     Raises:
         Forbidden: it names another tenant than the key's. What `Codec.parse` raises.
     """
-    shown = Shown(service.names, tuple(getattr(body, "fields", ())))
+    shown = ResponseFields(service.names, tuple(getattr(body, "fields", ())))
     body = of_tenant(body, course.keys.tenant_of(call.key, body.user.tenant))
     call.user = body.user
     return codec.parse(body, course.config, shown.names), shown
@@ -161,7 +161,7 @@ def add_headers(response: web.Response, answer: Answer) -> None:
 # ---- bodies
 
 
-class Pieces:
+class CooperativeSlices:
     """`await pieces.turn(...)`, then `with pieces:` around the piece, without waiting for anything in between."""
 
     def __init__(
@@ -224,7 +224,7 @@ class Reader:
             config: bounds the columns.
         """
         self._config = config
-        self.pieces = Pieces()
+        self.pieces = CooperativeSlices()
 
     async def in_turn(self, parse: Callable[[], T], until_at: float = float("inf")) -> T:
         """Read what `parse` decodes by itself, in one piece, and bounds before it makes an object of anything.

@@ -24,9 +24,9 @@ from npu_gr.server import http
 from npu_gr.server.access_log import AccessLog, ServerCall, Tracing
 from npu_gr.server.admission.middleware import REJECTED, Admission
 from npu_gr.server.auth.keys import KeyRing
-from npu_gr.server.auth.rules import PAGES, Address, Rule, refuse_foreign_pages, rules
-from npu_gr.server.codec.media import check_type
+from npu_gr.server.auth.rules import PAGES, Address, Rule, reject_foreign_pages, rules
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas.media import check_type
 from npu_gr.server.service_protocol import ServiceProtocol
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -36,7 +36,7 @@ CALL = web.RequestKey("call", ServerCall)
 NO_ROUTE = "none"  # in the place of a pattern
 OCTETS = "application/octet-stream"  # what aiohttp says of a body whose type is not named, too
 EVERYTHING = Address()  # of a listener that is not ours
-PUBLIC_ONLY = Address(is_admin=False, refuses_foreign_hosts=True)
+PUBLIC_ONLY = Address(is_admin=False, rejects_foreign_hosts=True)
 _NO_LIMIT_S = float("inf")
 _CLOSING = (401, 408, 413, 415)  # after these an answer closes its connection: the caller must begin anew
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
@@ -119,7 +119,7 @@ class Course:
             status,
             duration_s,
             stages_s,
-            refusal=error.reason if isinstance(error, Overloaded) else None,
+            rejection=error.reason if isinstance(error, Overloaded) else None,
             has_s=has_s,
         )
         self.access_log.write(call, status, duration_s, None if error is None else self.access_log.failed(error))
@@ -203,8 +203,8 @@ class Pipeline:
         if not address.serves(path):
             raise NotFound(f"{path}: not at this address; the public and the admin address serve different routes")
         if call.route not in self._health:
-            is_loopback = address.refuses_foreign_hosts and not self._admission.is_proxy(request)
-            refuse_foreign_pages(request.headers, is_loopback=is_loopback)
+            is_loopback = address.rejects_foreign_hosts and not self._admission.is_proxy(request)
+            reject_foreign_pages(request.headers, is_loopback=is_loopback)
         rule = self._rules.get((_method(request), call.route))
         if rule is None or rule.scope is not None:
             await self._check_key(request, call, rule)

@@ -11,16 +11,16 @@ from npu_gr import __version__
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.auth.rules import rules
-from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
-from npu_gr.server.codec.fields import MOST_ITEMS, Codec, ItemOut, UserBody
-from npu_gr.server.codec.media import JSON, MSGPACK
 from npu_gr.server.debug.routes import DEFAULT_S
 from npu_gr.server.debug.stacks import MAX_S, MIN_S
 from npu_gr.server.http import Problem
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.models import BYTES, DTYPES, MOST_TENSORS, TIMEOUT
 from npu_gr.server.oip.routes import BINARY_OUTPUT, InferOut
+from npu_gr.server.schemas import CODECS
+from npu_gr.server.schemas.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
+from npu_gr.server.schemas.fields import MOST_ITEMS, Codec, ItemOut, UserBody
+from npu_gr.server.schemas.media import JSON, MSGPACK
 
 _Json = dict[str, Any]
 

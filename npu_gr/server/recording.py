@@ -14,11 +14,11 @@ from npu_gr.core.kinds import ERASE, A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.request import RECORDINGS
 from npu_gr.core.served import VectorsInfo
-from npu_gr.jobs.base import AdmissionControl, HeldPermit
+from npu_gr.handlers.base import AdmissionControl, HeldPermit
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec.media import decode
 from npu_gr.server.http import json_response
+from npu_gr.server.schemas.media import decode
 from npu_gr.server.service_protocol import CatalogueAdmin, PublishedAdmin, ServiceProtocol
 
 

@@ -22,13 +22,13 @@ from npu_gr.server.admin_routes import (
     VectorsRoutes,
 )
 from npu_gr.server.admission.middleware import Admission
-from npu_gr.server.auth.keys import KeyRefusal, KeyRing
+from npu_gr.server.auth.keys import KeyRejection, KeyRing
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.grpc.server import RPC, RpcServer
 from npu_gr.server.kind_routes import Reader, kind_handlers, kind_routes
 from npu_gr.server.loop_lag import probe_loop_lag
 from npu_gr.server.middleware import Course, Pipeline
 from npu_gr.server.oip.routes import Inference, InferenceRoutes
-from npu_gr.server.rpc.server import RPC, RpcServer
 from npu_gr.server.run import PIPELINE, TLS
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.server.status import Insight, OwnInsight
@@ -54,8 +54,8 @@ def build_web_app(
         ConfigError: the key file or the certificate cannot be used.
     """
     keys = KeyRing(Path(config.api_keys_file) if config.api_keys_file else None)
-    keys.on_refused = metrics.keys.refused
-    metrics.keys.observe(KeyRefusal, lambda: len(keys), lambda: keys.is_stale)
+    keys.on_rejected = metrics.keys.rejected
+    metrics.keys.observe(KeyRejection, lambda: len(keys), lambda: keys.is_stale)
     tls = None if config.tls is None else ServerTls(config.tls, "server.tls")
     access_log = AccessLog(config)
     admission = Admission(service.admission, config, metrics)

@@ -18,8 +18,8 @@ from npu_gr.core.process import stop_signals
 from npu_gr.core.tls import ServerTls
 from npu_gr.server.auth.rules import Address, is_loopback_name
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.grpc.server import RPC
 from npu_gr.server.middleware import Pipeline
-from npu_gr.server.rpc.server import RPC
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +112,11 @@ def make_addresses(config: ServerConfig) -> list[Address]:
     public = Address(
         is_admin=config.has_one_address,
         # another site's page has no key, so keys are enough here: the names of proxies are not known
-        refuses_foreign_hosts=is_loopback_name(config.host) and not config.api_keys_file,
+        rejects_foreign_hosts=is_loopback_name(config.host) and not config.api_keys_file,
     )
     if config.has_one_address:
         return [public]
-    return [public, Address(is_public=False, refuses_foreign_hosts=is_loopback_name(config.admin_host))]
+    return [public, Address(is_public=False, rejects_foreign_hosts=is_loopback_name(config.admin_host))]
 
 
 async def _listen(runner: web.AppRunner, app: web.Application, config: ServerConfig, address: Address) -> int:

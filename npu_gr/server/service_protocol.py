@@ -1,4 +1,4 @@
-"""`ServiceProtocol`: the interface that HTTP calls. `npu_gr.jobs.service.Service` implements it."""
+"""`ServiceProtocol`: the interface that HTTP calls. `npu_gr.handlers.service.Service` implements it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, ModelInfo, VectorsInfo
-from npu_gr.jobs.base import AdmissionControl, HeldPermit
+from npu_gr.handlers.base import AdmissionControl, HeldPermit
 
 I_co = TypeVar("I_co", covariant=True)
 

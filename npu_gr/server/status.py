@@ -18,7 +18,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
 from npu_gr.metrics.slo import Counts, Share
 from npu_gr.metrics.status import Goodput, ModelStatus, Served, SlowRequest, StatusReport, TierStatus
-from npu_gr.server.access_log import AccessLine, NewestRequests
+from npu_gr.server.access_log import AccessLine, RecentRequests
 from npu_gr.server.debug.stacks import Profiler, own_stacks
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -32,7 +32,7 @@ LINKS = {
 }
 
 
-async def status(service: ServiceProtocol, metrics: Metrics, newest: NewestRequests, uptime_s: float) -> StatusReport:
+async def status(service: ServiceProtocol, metrics: Metrics, newest: RecentRequests, uptime_s: float) -> StatusReport:
     """Gather what the page shows at this moment.
 
     Args:
@@ -117,7 +117,7 @@ def _is_shown(metrics: Metrics, kind: str) -> bool:
     return kind == RANK.name or sum(metrics.requests.rolling[kind].total) > 0
 
 
-def _goodput(kind: str, metrics: Metrics, newest: NewestRequests) -> Goodput:
+def _goodput(kind: str, metrics: Metrics, newest: RecentRequests) -> Goodput:
     objective = metrics.requests.objectives[kind]
     total = metrics.requests.rolling[kind].total
     over = {name: metrics.requests.over(kind, window_s) for name, window_s in WINDOWS_S.items()}
@@ -138,7 +138,7 @@ def _goodput(kind: str, metrics: Metrics, newest: NewestRequests) -> Goodput:
 
 
 def _in_time(counts: Counts) -> float:
-    """The share of all requests that were answered in time: a refused request counts as a late one."""
+    """The share of all requests that were answered in time: a rejected request counts as a late one."""
     return counts.good / sum(counts) if sum(counts) else 1.0
 
 
@@ -169,7 +169,7 @@ class Insight(Protocol):
 class OwnInsight:
     """Of this process."""
 
-    def __init__(self, service: ServiceProtocol, metrics: Metrics, newest: NewestRequests) -> None:
+    def __init__(self, service: ServiceProtocol, metrics: Metrics, newest: RecentRequests) -> None:
         """Look at nothing yet.
 
         Args:

@@ -23,15 +23,15 @@ from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.features.bulkhead import GuardedStore
-from npu_gr.features.open import open_store
-from npu_gr.features.store import HistoryStore
-from npu_gr.features.user_features import UserFeatures, open_source
-from npu_gr.jobs.admin import CatalogueOfGenerator, VectorsOfMatch
-from npu_gr.jobs.histories import Histories, PrefixHistoryCache
-from npu_gr.jobs.match import ServedVectors
-from npu_gr.jobs.service import Parts, Service
-from npu_gr.jobs.versions import ServedNames, Versions
+from npu_gr.feature_store.user_features import UserFeatures, open_source
+from npu_gr.handlers.admin import CatalogueOfGenerator, VectorsOfMatch
+from npu_gr.handlers.histories import Histories, PrefixHistoryCache
+from npu_gr.handlers.match import ServedVectors
+from npu_gr.handlers.service import Parts, Service
+from npu_gr.handlers.versions import ServedNames, Versions
+from npu_gr.history_store.bulkhead import GuardedStore
+from npu_gr.history_store.open import open_store
+from npu_gr.history_store.store import HistoryStore
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.process import Reloaded
 from npu_gr.relay.brownout import BrownoutControl

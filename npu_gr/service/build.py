@@ -26,32 +26,32 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.served import AttentionWay, ModelInfo
 from npu_gr.engine.attention import possible
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.kv.tier import DramStore
-from npu_gr.engine.kv.tiers import open_tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore
+from npu_gr.engine.kv_cache.tiers import open_tiers
 from npu_gr.engine.page_jobs import PageJobs
 from npu_gr.engine.queue import JobResult
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.sanity import check_generator, check_weights
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.config import GenerateConfig
-from npu_gr.jobs.generation import Generation, warm_up
-from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.scored_items import ScoredItems
-from npu_gr.jobs.served_catalogue import ServedCatalogue
+from npu_gr.handlers.config import GenerateConfig
+from npu_gr.handlers.generation import Generation, warm_up
+from npu_gr.handlers.ranking import Ranking
+from npu_gr.handlers.scored_items import ScoredItems
+from npu_gr.handlers.served_catalogue import ServedCatalogue
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model import generators, hf_files
 from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.generative import GenerativeModel
-from npu_gr.model.history_tokens import ItemVocabulary
+from npu_gr.model.history_tokenizer import ItemVocabulary
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.config import Calibration
 from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
-from npu_gr.service.prove import SELF_TEST_TOKENS, choose_attention, lent, prove
+from npu_gr.service.warmup import SELF_TEST_TOKENS, choose_attention, lent, prove
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ async def open_ranking(
         config.recommend.check_ranker(
             str(config.checkpoint),
             retrieves=shape.retrieval,
-            has_order=order is not None,
+            has_blend=order is not None,
             has_neighbours=order is not None and order.neighbours is not None,
         )
     layout = kv_layout(shape, config, checkpoint, backend)

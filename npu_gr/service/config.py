@@ -13,25 +13,25 @@ from npu_gr.backend.names import AttentionMode, BackendName, NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
-from npu_gr.features.store import HistoryConfig
-from npu_gr.jobs.cascade_plan import SECTIONS, RecommendConfig
-from npu_gr.jobs.config import GenerateConfig, RankingConfig
-from npu_gr.matching.config import MatchConfig
+from npu_gr.handlers.cascade_plan import SECTIONS, RecommendConfig
+from npu_gr.handlers.config import GenerateConfig, RankingConfig
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.metrics.slo import Objective
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig, beside
 from npu_gr.replay.recorder import RecordConfig
 from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.server.config import ServerConfig
+from npu_gr.vector_search.config import MatchConfig
 
 
 class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is remembered of requests, and what a ranker accepts."""
 
     known_prefix_bytes: Bytes = 268_435_456  # histories remembered for deltas
-    # of a request whose rows run backwards in time: refuse, or sort by time and count the late ones in the answer
+    # of a request whose rows run backwards in time: reject, or sort by time and count the late ones in the answer
     unsorted_history: Literal["refuse", "sort"] = "refuse"
 
 
@@ -76,7 +76,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     checkpoint: str | None = None  # the ranker's folder: config.json, model.safetensors; None: does not rank
     backend: BackendName = "cpu"
-    # our own kernels, CPU or NPU: auto = use them if they were built, require = refuse to start without them, off
+    # our own kernels, CPU or NPU: auto = use them if they were built, require = reject to start without them, off
     native: NativeMode = "auto"
     hstu_library: str | None = None  # with Huawei's mxrec::hstu_paged: NPU, rankers of `relative_bias: none`
     attention: AttentionMode = "auto"  # of rankers, on accelerators: auto = the fastest, measured at the warm-up

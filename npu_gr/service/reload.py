@@ -7,7 +7,7 @@
     recommend.popular   the file is read again; its path cannot change
     slo, admission, service, relay, trigger, brownout    in force from the next request on
     calibration     in force with the next version of the checkpoint
-    all others      sized or opened at the start: a change is refused by name
+    all others      sized or opened at the start: a change is rejected by name
 
 Pages and their content stay: a prefix's key holds the version that wrote it. Latency histograms keep the edges of the
 start, and so do the rules made from them.
@@ -25,14 +25,14 @@ from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import difference
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.generation import Generation
-from npu_gr.jobs.histories import Histories
-from npu_gr.jobs.ranking import Ranking
-from npu_gr.jobs.recommend import Cascade
-from npu_gr.jobs.scored_items import Commit, CoverageRule, Items, ScoredItems
-from npu_gr.jobs.served_catalogue import ServedCatalogue
-from npu_gr.jobs.sources import POPULAR
-from npu_gr.jobs.versions import ModelVersions, V, Versions
+from npu_gr.handlers.generation import Generation
+from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.ranking import Ranking
+from npu_gr.handlers.recommend import Cascade
+from npu_gr.handlers.scored_items import Commit, CoverageRule, Items, ScoredItems
+from npu_gr.handlers.served_catalogue import ServedCatalogue
+from npu_gr.handlers.sources import POPULAR
+from npu_gr.handlers.versions import ModelVersions, V, Versions
 from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 from npu_gr.relay.brownout import BrownoutControl
 from npu_gr.server.admission.controller import AdmissionController
@@ -145,7 +145,7 @@ class Reload:
                 try:
                     await self._reload()
                 except NpuGrError as error:
-                    log.error("reload refused: %s; the configuration before goes on", error)
+                    log.error("reload rejected: %s; the configuration before goes on", error)
                     raise
 
     async def _reload(self) -> None:

@@ -12,7 +12,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.setting_types import IN_BYTES
 from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero, load
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig

@@ -19,8 +19,8 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DeadlineExceeded
 from npu_gr.engine.cost import PassCosts
 from npu_gr.engine.device_threads import LATE, Ended, Streams, finish
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import PageCopy, chunks
 from npu_gr.engine.queue import Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler

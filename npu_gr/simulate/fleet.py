@@ -22,7 +22,7 @@ from rich.table import Table
 
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome
-from npu_gr.metrics.slo import Counts, Promise, Result, judge
+from npu_gr.metrics.slo import Counts, Promise, Result, evaluate
 from npu_gr.route.placement import How, Member, Ring, bound, place
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
@@ -50,7 +50,7 @@ class FleetResult:
     num_ranks: int = 0
     results: Counter[Result] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)  # outcome of a rank, or name of its error
-    verdicts: Counter[str] = field(default_factory=Counter)  # verdict of a signal, or "refused"
+    verdicts: Counter[str] = field(default_factory=Counter)  # verdict of a signal, or "rejected"
     how: Counter[str] = field(default_factory=Counter)  # what decided the placement of a rank
     latencies_s: array[float] = field(default_factory=lambda: array("d"))  # of answered ranks
     history_tokens: int = 0
@@ -176,7 +176,7 @@ class Fleet:
         finally:
             self._in_flight[there.name] -= 1
         if request.due_at >= self._config.warmup_s:
-            self.result.verdicts[verdict.value if verdict else "refused"] += 1
+            self.result.verdicts[verdict.value if verdict else "rejected"] += 1
 
     async def _rank(self, request: TrafficRequest) -> None:
         signalled = self._signalled.pop(request.user, None)
@@ -202,9 +202,9 @@ class Fleet:
         result.how[how] += 1
         result.history_tokens += request.num_tokens
         result.prefix_tokens += ranked.prefix_tokens
-        judged = judge(_STATUS.get(ranked.error, 500), ranked.latency_s, result.slo_s)
-        if judged is not None:
-            result.results[judged] += 1
+        evaluated = evaluate(_STATUS.get(ranked.error, 500), ranked.latency_s, result.slo_s)
+        if evaluated is not None:
+            result.results[evaluated] += 1
         if ranked.outcome is not None:
             result.latencies_s.append(ranked.latency_s)
 

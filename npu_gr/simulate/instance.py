@@ -17,8 +17,8 @@ from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.tiers import open_tiers
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.tiers import open_tiers
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.relay.brownout import OBSERVE_S, BrownoutControl
 from npu_gr.relay.relay import Relay
@@ -76,7 +76,7 @@ class SimulatedInstance:
             config.calibration,
             config.admission.tenant_weights,
         )
-        self._door = AdmissionController(
+        self._admission = AdmissionController(
             config.admission,
             lambda _kind: config.slo_s,
             batch_requests=config.scheduler.max_batch_requests * config.scheduler.streams,
@@ -125,10 +125,10 @@ class SimulatedInstance:
     # ---- requests
 
     async def signal(self, request: TrafficRequest) -> Verdict | None:
-        """Decide on a pre-infer and start it, as `Service` does; None = refused."""
+        """Decide on a pre-infer and start it, as `Service` does; None = rejected."""
         began_at = self._loop.time()
         try:
-            slot = await self._door.enter(SIGNAL.name, request.tenant, began_at, self._config.budget_s)
+            slot = await self._admission.enter(SIGNAL.name, request.tenant, began_at, self._config.budget_s)
         except Overloaded:
             return None
         with slot:
@@ -143,7 +143,7 @@ class SimulatedInstance:
         """Rank, as `Service` does; an error is a result."""
         began_at = self._loop.time()
         try:
-            with await self._door.enter(RANK.name, request.tenant, began_at, self._config.budget_s) as slot:
+            with await self._admission.enter(RANK.name, request.tenant, began_at, self._config.budget_s) as slot:
                 await self._on_host(self._source.choice(self._profile.rank_host_s))
                 try:
                     async with asyncio.timeout_at(began_at + self._config.budget_s):
@@ -180,7 +180,7 @@ class SimulatedInstance:
     async def _observe_load(self) -> None:
         while True:
             await asyncio.sleep(OBSERVE_S)
-            pressure = self.scheduler.pressure + self._door.pressure
+            pressure = self.scheduler.pressure + self._admission.pressure
             self.relay.settings.brownout = self._brownout.observe(pressure, self._loop.time())
 
 

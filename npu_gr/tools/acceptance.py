@@ -44,15 +44,15 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.decoder import Decoder, DecoderConfig
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.tools.check_config import table
 from npu_gr.tools.doctor import examine, is_well

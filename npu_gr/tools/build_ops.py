@@ -30,7 +30,7 @@ def build_cpu(out: Path | None = None) -> Path:
         The path of the library.
 
     Raises:
-        ConfigError: there is no compiler, or it refuses; the message has its words.
+        ConfigError: there is no compiler, or it rejects; the message has its words.
     """
     return _compile("ops/cpu", (out or cpu_library.LIBRARY.parent) / cpu_library.LIBRARY.name)
 

@@ -22,16 +22,16 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.errors import ConfigError, DataError, PoolExhausted
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
-from npu_gr.engine.kv.tier import PrefixKey
+from npu_gr.engine.kv_cache.tier import PrefixKey
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.jobs.ranking import Ranking
+from npu_gr.handlers.ranking import Ranking
 from npu_gr.metrics.registry import Metrics
 from npu_gr.relay.config import Calibration
 from npu_gr.replay.log import QueryRecord
 from npu_gr.service.build import describe, open_ranking
 from npu_gr.service.config import Config
-from npu_gr.service.prove import seeded_tokens
+from npu_gr.service.warmup import seeded_tokens
 
 MIN_RANKS = 20  # of a log: a P99 of fewer says nothing
 

@@ -26,12 +26,10 @@ from npu_gr.catalogue.versions import make_snapshot
 from npu_gr.core import settings
 from npu_gr.core.errors import ConfigError, NpuGrError
 from npu_gr.core.tls import ClientTls, ClientTlsConfig, ServerTls, ServerTlsConfig
-from npu_gr.features.store import HistoryConfig
-from npu_gr.features.user_features import open_source
-from npu_gr.jobs.cascade_plan import load_hook
-from npu_gr.jobs.config import GenerateConfig
-from npu_gr.matching import vectors
-from npu_gr.matching.config import MatchConfig
+from npu_gr.feature_store.user_features import open_source
+from npu_gr.handlers.cascade_plan import load_hook
+from npu_gr.handlers.config import GenerateConfig
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.relay.config import beside
 from npu_gr.replay.erased import read_key
 from npu_gr.route.config import RouterConfig
@@ -41,6 +39,8 @@ from npu_gr.route.process import tried
 from npu_gr.server.access_log import read_key_file
 from npu_gr.server.auth.keys import read_keys
 from npu_gr.service.config import Config, load
+from npu_gr.vector_search import vectors
+from npu_gr.vector_search.config import MatchConfig
 
 SQLITE = b"SQLite format 3\0"
 
@@ -50,7 +50,7 @@ class OpenedState(StrEnum):
 
     OK = "ok"
     NOTE = "note"  # not wrong by itself, and worth knowing
-    BROKEN = "broken"  # a start would refuse it
+    BROKEN = "broken"  # a start would reject it
 
 
 class Opened(NamedTuple):
@@ -169,7 +169,7 @@ def _tried(key: str, work: Callable[[], object], words: str | None = None) -> Op
 
     Args:
         key: of the configuration.
-        work: returns what to say, unless `words` does; an error says why a start would refuse the key's value.
+        work: returns what to say, unless `words` does; an error says why a start would reject the key's value.
         words: what to say.
     """
     try:
@@ -196,7 +196,7 @@ def _ranker(folder: Path, config: Config) -> str:
         config.recommend.check_ranker(
             str(folder),
             retrieves=shape.retrieval,
-            has_order=found.order is not None,
+            has_blend=found.order is not None,
             has_neighbours=found.order is not None and found.order.neighbours is not None,
         )
     spare = "no new items: it was trained without row dropout"

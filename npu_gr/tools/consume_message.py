@@ -13,8 +13,8 @@ import orjson
 from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.history import Events, Mode, UserKey, Write
 from npu_gr.core.names import item_id, value_name
-from npu_gr.core.words import cut, quoted
-from npu_gr.server.codec.fields import LAST_S, MAX_NAME
+from npu_gr.core.text_format import cut, quoted
+from npu_gr.server.schemas.fields import LAST_S, MAX_NAME
 from npu_gr.tools.ingest import EventModel
 
 _GUESSED = {

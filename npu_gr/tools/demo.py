@@ -44,9 +44,9 @@ from npu_gr.core.errors import ConfigError, Unavailable
 from npu_gr.core.kinds import RANK
 from npu_gr.dataset.build import prepare, summary
 from npu_gr.dataset.files import Dataset, is_dataset, read_dataset
-from npu_gr.features.interactions import Interactions, movielens_100k
-from npu_gr.features.load import load_interactions
-from npu_gr.features.open import open_store
+from npu_gr.history_store.interactions import Interactions, movielens_100k
+from npu_gr.history_store.load import load_interactions
+from npu_gr.history_store.open import open_store
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.replay.convert import ModelVocabulary, from_ratings
 from npu_gr.replay.files import write
@@ -57,7 +57,7 @@ from npu_gr.replay.report import Report, Study
 from npu_gr.replay.run import replay
 from npu_gr.replay.tally import HITS
 from npu_gr.service.config import Config, load
-from npu_gr.tools.judge import EvaluationClient, ServiceEvaluation, evaluate
+from npu_gr.tools.evaluate import EvaluationClient, ServiceEvaluation, evaluate
 from npu_gr.train.cascade import JUDGED_USERS, next_events
 from npu_gr.train.data import to_train_on
 from npu_gr.train.options import curl, serve

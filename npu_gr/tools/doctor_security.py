@@ -250,7 +250,7 @@ def _proxies(networks: list[str]) -> Iterator[WayIn]:
             yield WayIn(
                 f"server.trusted_proxies {network}",
                 Openness.OPEN,
-                "every caller counts as a proxy: none that is refused is ever paced",
+                "every caller counts as a proxy: none that is rejected is ever paced",
                 "name the addresses of the routers",
             )
 

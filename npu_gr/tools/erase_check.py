@@ -24,7 +24,7 @@ from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError
 from npu_gr.core.history import UserKey
 from npu_gr.core.lines import raw_lines
-from npu_gr.features.store import HistoryConfig, key_bytes
+from npu_gr.history_store.store import HistoryConfig, key_bytes
 from npu_gr.replay import erased
 from npu_gr.replay.erased import names_of, read_key
 from npu_gr.replay.files import PART, PATTERN
@@ -69,7 +69,7 @@ def search_files(config: Config, user: UserKey, logs: Iterable[Path]) -> list[Se
 
 async def search_redis(config: HistoryConfig, user: UserKey) -> list[Searched]:
     """Search the keys of a Redis store; its files and replicas are the server's, and cannot be searched."""
-    from npu_gr.features.redis import RedisStore
+    from npu_gr.history_store.redis import RedisStore
 
     files = Searched(
         place="store", what="files of Redis", verdict="not searched", note="AOF, RDB, replicas: see the handbook"

@@ -23,14 +23,14 @@ from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreInUse,
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.names import difference
-from npu_gr.core.words import cut
-from npu_gr.features.load import WritesMany
-from npu_gr.features.open import open_store
-from npu_gr.server.codec.fields import History
-from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS, IngestBody, IngestOut, UserEvents, UserWritten
-from npu_gr.server.codec.media import JSON, MSGPACK
+from npu_gr.core.text_format import cut
+from npu_gr.history_store.load import WritesMany
+from npu_gr.history_store.open import open_store
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import RETRY_AFTER_MS
+from npu_gr.server.schemas.fields import History
+from npu_gr.server.schemas.ingest import INGEST_BYTES, MOST_USERS, IngestBody, IngestOut, UserEvents, UserWritten
+from npu_gr.server.schemas.media import JSON, MSGPACK
 from npu_gr.service.config import Config
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class ServiceWriter:
                     data = await answer.read()
                     if answer.status == 200:
                         return data
-                    error = _refused(self._url, answer.status, data)
+                    error = _rejected(self._url, answer.status, data)
                     if answer.status not in _LATER or not (is_repeatable or answer.status in _TAKEN):
                         raise error
                     wait_s = _wait_s(answer.headers, pause_s)
@@ -290,7 +290,7 @@ def _result(one: UserWritten) -> Written | NpuGrError:
     return Written(one.num_events or 0, one.num_added, one.num_filled)
 
 
-def _refused(url: str, status: int, data: bytes) -> NpuGrError:
+def _rejected(url: str, status: int, data: bytes) -> NpuGrError:
     """Make the error of an answer that is none of ours, or a problem."""
     try:
         detail = str(msgspec.json.decode(data)["detail"])

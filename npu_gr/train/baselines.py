@@ -19,7 +19,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.factors import NUM_FACTORS, PENALTY, expected, solve_each
 from npu_gr.train.data import InteractionLog, Split
-from npu_gr.train.judge import Graph, HeldOut, Judge, unique_edges
+from npu_gr.train.evaluate import Evaluator, Graph, HeldOut, unique_edges
 from npu_gr.train.linear import (
     Candidate,
     ItemKNN,
@@ -217,7 +217,7 @@ class FittedBaselines(NamedTuple):
     """Baselines of one log."""
 
     fitted: list[Baseline]
-    left_out: tuple[str, ...]  # why others are not among them
+    skipped: tuple[str, ...]  # why others are not among them
 
     @property
     def item_knn(self) -> LinearBaseline | None:
@@ -269,14 +269,14 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselin
     kinds: dict[str, Models] = {"ItemKNN": item_knns, "EASE": eases, "PureSVD": _svds}
     if too_large is not None:
         del kinds["EASE"]
-    earlier, judge = _validation(log, split, seed)
+    earlier, evaluate = _validation(log, split, seed)
     for name, models in kinds.items():
-        chosen = tune(models(earlier, earlier.num_items), earlier.degrees()[1], judge)
-        fitted.append(LinearBaseline(name, chosen, models, judge.held_out.users).refitted(log))
+        chosen = tune(models(earlier, earlier.num_items), earlier.degrees()[1], evaluate)
+        fitted.append(LinearBaseline(name, chosen, models, evaluate.held_out.users).refitted(log))
     return FittedBaselines(fitted, () if too_large is None else (too_large,))
 
 
-def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Judge]:
+def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Evaluator]:
     """Split the trained events again; a log that is too small for it has nothing to validate on."""
     try:
         earlier = log.only_trained(split)
@@ -287,8 +287,8 @@ def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Ju
     items = earlier.items[np.array([target.event for target in targets], np.int64)]
     graph = graph_of(earlier)
     had = np.isin(users * graph.num_items + items, graph.users * graph.num_items + graph.items)
-    judges_all = len(had) > 0 and had.mean() > MANY_REPEATS
-    return graph, Judge.make(HeldOut(users, items), graph.none() if judges_all else graph)
+    evaluates_all = len(had) > 0 and had.mean() > MANY_REPEATS
+    return graph, Evaluator.make(HeldOut(users, items), graph.none() if evaluates_all else graph)
 
 
 def graph_of(log: InteractionLog) -> Graph:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from npu_gr.core.request import OrderName, SourceName
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.metrics import F64, Difference, difference_of_users, hit_ratio, hits, ndcg, ndcg_of_each
 from npu_gr.train.next_item import MANY_REPEATS
 
@@ -41,19 +41,19 @@ class CascadeWay(NamedTuple):
         return f"{found} alone" if self.order == "retrieval" and len(self.sources) == 1 else f"{found}, {self.order}"
 
 
-def cascade_ways(sources: Sequence[SourceName], *, has_order: bool) -> list[CascadeWay]:
+def cascade_ways(sources: Sequence[SourceName], *, has_blend: bool) -> list[CascadeWay]:
     """List the ways to ask, those with fewer stages first.
 
     Args:
         sources: configured. Each further one makes so many ways more as there are orders and sources: of five there
             are 17 sets.
-        has_order: whether the ranker has a fitted order.
+        has_blend: whether the ranker has a fitted order.
     """
     sizes = range(1, len(sources) + 1) if len(sources) <= FEW else (1, 2)
     sets = [chosen for size in sizes for chosen in combinations(sources, size)]
     if len(sources) > FEW:
         sets += [tuple(sources[:FEW]), tuple(sources)]
-    return [CascadeWay(chosen, order) for chosen in sets for order in ORDERS if order != "fitted" or has_order]
+    return [CascadeWay(chosen, order) for chosen in sets for order in ORDERS if order != "fitted" or has_blend]
 
 
 class CascadeRow(NamedTuple):
@@ -71,12 +71,12 @@ class CascadeChoice(NamedTuple):
     way: CascadeWay
     rows: list[CascadeRow]  # the chosen way, the configured one, each part alone
     hurts: list[str]  # stages without which the whole is measurably better, in words
-    num_users: int  # who chose; as many or one fewer judged
+    num_users: int  # who chose; as many or one fewer evaluated
 
     def lines(self) -> list[str]:
         """Say it in words."""
         return [
-            f"chosen by {self.num_users} users: {self.way.name}; judged by the others, NDCG@10 of it less the row's:",
+            f"chosen by {self.num_users} users: {self.way.name}; evaluated by the others, NDCG@10 of it less the row's:",
             *(_row_text(row) for row in self.rows),
             *self.hurts,
         ]
@@ -109,15 +109,15 @@ def choose_way(places: Mapping[CascadeWay, F64], configured: CascadeWay, seed: i
     if gap.mean <= 0 or gap.p * len(places) > CHANCE:
         best = configured
     shown = [best, configured, *(way for way in places if way.order == "retrieval" and len(way.sources) == 1)]
-    judged = {way: places[way][~chooses] for way in dict.fromkeys(shown)}
+    evaluated = {way: places[way][~chooses] for way in dict.fromkeys(shown)}
     rows = [
         CascadeRow(
             way,
             hit_ratio(own, TOP),
             ndcg(own, TOP),
-            None if way == best else difference_of_users(ndcg_of_each(judged[best], TOP), ndcg_of_each(own, TOP)),
+            None if way == best else difference_of_users(ndcg_of_each(evaluated[best], TOP), ndcg_of_each(own, TOP)),
         )
-        for way, own in judged.items()
+        for way, own in evaluated.items()
     ]
     return CascadeChoice(best, rows, list(_hurting(places, configured)), int(chooses.sum()))
 
@@ -165,7 +165,7 @@ def _interval(gap: Difference) -> str:
     return f"{gap.mean:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}]"
 
 
-JUDGED_USERS = 300  # who judge a site's cascade; others choose it
+JUDGED_USERS = 300  # who evaluate a site's cascade; others choose it
 MISSED = float("inf")  # the place of an item that was not answered
 
 

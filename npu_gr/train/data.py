@@ -29,7 +29,7 @@ from torch import Tensor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
-from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues
+from npu_gr.history_store.interactions import FeatureColumn, Interactions, ItemValues
 from npu_gr.train.metrics import F64
 
 Bools = npt.NDArray[np.bool_]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
-from npu_gr.train.judge import Csr, Graph, Judge, smooth_hit
+from npu_gr.train.evaluate import Csr, Evaluator, Graph, smooth_hit
 
 MAX_SIDE = 12_000  # users or items, whichever are fewer, of EASE's matrix: it is inverted
 BLOCK_ROWS = 256  # written out at a time
@@ -305,25 +305,25 @@ class Tuned(Generic[M]):
         return replace(self, model=model, factors=factors, terms=_terms(degrees, self.weight))
 
 
-def tune(candidates: Iterable[Candidate[M]], degrees: I64, judge: Judge) -> Tuned[M]:
+def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluate: Evaluator) -> Tuned[M]:
     """Choose by smooth HIT; of equals the first.
 
     Args:
         candidates: at least one; one model is held at a time beside the best so far.
         degrees: int64 [I] edges of each scored item.
-        judge: of the validation.
+        evaluate: of the validation.
     """
     best: Tuned[M] | None = None
     for name, make in candidates:
         model = make()
-        sample = _sample(model, judge.held_out.users)
+        sample = _sample(model, evaluate.held_out.users)
         grid = [(g, b, _factors(sample, degrees, g), _terms(degrees, b)) for g, b in product(EXPONENTS, WEIGHTS)]
 
         def tables(users: Tensor, model: LinearModel = model, grid: list[_Setting] = grid) -> Iterator[Tensor]:
             scores = model.scores(users)
             return (torch.addcmul(terms, scores, factors) for _, _, factors, terms in grid)
 
-        hits = [smooth_hit(ranks) for ranks in judge.ranks_of_each(tables)] if len(sample) else [0.0]
+        hits = [smooth_hit(ranks) for ranks in evaluate.ranks_of_each(tables)] if len(sample) else [0.0]
         place = int(np.argmax(hits))
         if best is None or hits[place] > best.validation:
             best = Tuned(model, name, *grid[place][:2], hits[place], *grid[place][2:])

@@ -3,7 +3,7 @@
 The next item is that of the event right after a user's trained ones. No negatives are sampled: every item competes.
 "Unseen" ranks leave out the items of the user's history, as a request that denies them does; the next item itself
 stays in, even if the user had it before. Where people use things again these say little: a next item that its user
-had before is then the only one of its kind left. So a model is judged by the ranks among all items if most of the next
+had before is then the only one of its kind left. So a model is evaluated by the ranks among all items if most of the next
 items are repeats, and by the unseen ones if not.
 """
 
@@ -32,7 +32,7 @@ from npu_gr.train.metrics import (
 )
 
 K = 10
-MANY_REPEATS = 0.5  # share of repeats above which unseen items say too little to judge by
+MANY_REPEATS = 0.5  # share of repeats above which unseen items say too little to evaluate by
 
 
 def sample_targets(targets: Sequence[NextItem], num_users: int, seed: int) -> Sequence[NextItem]:
@@ -56,14 +56,14 @@ class NextItemRanks(NamedTuple):
         return float(self.is_repeat.mean()) if len(self.is_repeat) else 0.0
 
     @property
-    def judges_all(self) -> bool:
-        """Whether a model is judged by the ranks among all items, not by the unseen ones."""
+    def evaluates_all(self) -> bool:
+        """Whether a model is evaluated by the ranks among all items, not by the unseen ones."""
         return self.repeat_ratio > MANY_REPEATS
 
     @property
-    def judged(self) -> F64:
-        """The ranks that a model is judged by."""
-        return self.overall if self.judges_all else self.unseen
+    def evaluated(self) -> F64:
+        """The ranks that a model is evaluated by."""
+        return self.overall if self.evaluates_all else self.unseen
 
 
 NO_RANKS = NextItemRanks(np.empty(0), np.empty(0), np.empty(0, np.bool_))
@@ -96,10 +96,10 @@ class BaselineComparison:
     """A model beside the strongest baseline, on the same next items."""
 
     model: str
-    baseline: str  # the one with the highest first figure that is judged by; of equals the next figure
+    baseline: str  # the one with the highest first figure that is evaluated by; of equals the next figure
     differences: dict[str, Difference]  # figure -> the model's less the baseline's
-    is_better: bool  # beyond the interval by a figure that is judged by; worse by none
-    grounds: str  # what is judged by, and why, in words
+    is_better: bool  # beyond the interval by a figure that is evaluated by; worse by none
+    grounds: str  # what is evaluated by, and why, in words
 
     def text(self) -> str:
         """Say in words how the model stands."""
@@ -139,22 +139,22 @@ def compare(model: str, ranks: NextItemRanks, baselines: Mapping[str, NextItemRa
     """
     if not len(ranks.unseen) or not baselines:
         return None
-    best = max(baselines, key=lambda name: (hit_ratio(baselines[name].judged, K), ndcg(baselines[name].judged, K)))
+    best = max(baselines, key=lambda name: (hit_ratio(baselines[name].evaluated, K), ndcg(baselines[name].evaluated, K)))
     theirs = baselines[best]
     kinds = {" unseen": (ranks.unseen, theirs.unseen), "": (ranks.overall, theirs.overall)}
-    judged, other = ("", " unseen") if ranks.judges_all else (" unseen", "")
+    evaluated, other = ("", " unseen") if ranks.evaluates_all else (" unseen", "")
     differences = {
         f"{name}@{K}{kind}": difference_of_users(figure(kinds[kind][0], K), figure(kinds[kind][1], K))
-        for kind in (judged, other)
+        for kind in (evaluated, other)
         for name, figure in (("HR", hits), ("NDCG", ndcg_of_each))
     }
-    of_what = "all items" if ranks.judges_all else "unseen items"
+    of_what = "all items" if ranks.evaluates_all else "unseen items"
     return BaselineComparison(
         model=model,
         baseline=best,
         differences=differences,
-        is_better=_is_better({name: found for name, found in differences.items() if name.endswith(f"@{K}{judged}")}),
-        grounds=f"judged by {of_what}: {_of_repeats(ranks.repeat_ratio)}",
+        is_better=_is_better({name: found for name, found in differences.items() if name.endswith(f"@{K}{evaluated}")}),
+        grounds=f"evaluated by {of_what}: {_of_repeats(ranks.repeat_ratio)}",
     )
 
 
@@ -188,7 +188,7 @@ def compare_hits(
         baseline=best,
         differences=differences,
         is_better=_is_better(differences),
-        grounds="judged by items that their users lack",
+        grounds="evaluated by items that their users lack",
     )
 
 
@@ -280,7 +280,7 @@ class RetrievalReport:
     num_served: int  # the same of the served one
     own: RetrievalFigures
     baselines: tuple[RetrievalFigures, ...]
-    left_out: tuple[str, ...] = ()  # why other baselines are not among them
+    skipped: tuple[str, ...] = ()  # why other baselines are not among them
     made: str = ""  # what the model was made of, in words
     chosen: dict[str, Any] = field(default_factory=dict)  # what the validation chose, and its figures, by name
 
@@ -304,7 +304,7 @@ class RetrievalReport:
         """Say in words what was chosen, and how the model stands beside the strongest baseline."""
         comparison = self.comparison()
         words = "no user has a next item to compare on" if comparison is None else comparison.text()
-        return "\n".join([*filter(None, [self.made]), *self.left_out, words])
+        return "\n".join([*filter(None, [self.made]), *self.skipped, words])
 
     def table(self) -> Table:
         """Lay the figures out for a terminal."""

@@ -18,7 +18,7 @@ from npu_gr.core import shipped
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import to_table
 from npu_gr.dataset import read_log
-from npu_gr.features.interactions import Interactions, ItemValues, read_item_features
+from npu_gr.history_store.interactions import Interactions, ItemValues, read_item_features
 from npu_gr.train.data import InteractionLog
 
 Seed = Annotated[int, Meta(ge=0)]

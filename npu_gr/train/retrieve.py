@@ -40,9 +40,7 @@ from torch import Tensor
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.settings import Count
-from npu_gr.features.interactions import Interactions
-from npu_gr.matching.fold import Folding
-from npu_gr.matching.vectors import Vectors
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, Split, build_log
 from npu_gr.train.metrics import F64, known, ndcg
@@ -55,6 +53,8 @@ from npu_gr.train.next_item import (
 )
 from npu_gr.train.options import Seed
 from npu_gr.train.steps import TrainingProgress
+from npu_gr.vector_search.fold import Folding
+from npu_gr.vector_search.vectors import Vectors
 
 SPLIT: Split = "leave-one-out"
 NAME = "transition vectors"
@@ -130,7 +130,7 @@ def train_retriever(
         num_served=len(log.items) if options.refit else int(log.trained.sum()),
         own=RetrievalFigures.from_ranks(rank_next_items(log, targets, told), NAME),
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
-        left_out=baselines.left_out,
+        skipped=baselines.skipped,
         made=f"chosen on the validation: {words}",
         chosen={"settings": settings._asdict(), "validation_ndcg_at_10": validation_ndcg},
     )
@@ -148,7 +148,7 @@ def train_retriever(
 def _choose(
     log: InteractionLog, options: RetrieveOptions, progress: Callable[[TrainingProgress], None]
 ) -> tuple[Settings, float]:
-    """Choose the settings with the best NDCG@10 of what is judged by; of equals the first."""
+    """Choose the settings with the best NDCG@10 of what is evaluated by; of equals the first."""
     targets = sample_targets(log.next_items(), options.validation_users, options.seed)
     found: list[tuple[Settings, float]] = []
     grid = [len(options.windows), len(options.powers), len(options.decays), len(options.priors)]
@@ -159,7 +159,7 @@ def _choose(
             for decay, prior in product(options.decays, options.priors):
                 settings = Settings(window, power, decay, prior)
                 ranks = rank_next_items(log, targets, _scores(log, _joined(log, factors, settings), targets))
-                found.append((settings, ndcg(ranks.judged, 10) if targets else 0.0))
+                found.append((settings, ndcg(ranks.evaluated, 10) if targets else 0.0))
                 progress(TrainingProgress("vectors: choose", len(found), math.prod(grid)))
     return max(found, key=lambda one: one[1])
 

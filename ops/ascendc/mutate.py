@@ -7,7 +7,7 @@
     python ops/ascendc/mutate.py --list
 
 All mutants of one rule are in one build and a number picks the one that is on, so there are as many builds as rules,
-and one of the faults that a person would make, of faults.py and hstu_faults.py. A mutant falls when the twin complains,
+and one of the faults that a person would make, of faults.py and hstu_faults.py. A mutant falls when the emulator complains,
 an answer differs, or the program crashes or hangs. EQUIVALENT names those that change nothing that can be seen, each
 with the reason.
 """
@@ -31,7 +31,7 @@ from typing import NamedTuple
 from faults import KERNEL_FAULTS, Fault, plant
 from hstu_faults import HSTU_FAULTS
 
-from tests.ops.ascend_twin import FLAGS
+from tests.ops.ascend_emulator import FLAGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -92,7 +92,7 @@ def _other(text: str) -> Callable[[re.Match[str], int], str]:
     return lambda m, n: f"(ON({n}) ? {text.format(m[0])} : {m[0]})"
 
 
-def _left_out(m: re.Match[str], n: int) -> str:
+def _skipped(m: re.Match[str], n: int) -> str:
     return f"if (!ON({n})) {m[0]}"
 
 
@@ -100,8 +100,8 @@ COMPARES = {"AscendC::CMPMODE::GT": "GE", r"\bCMPMODE::LT": "LE", r"\bCMPMODE::L
 TO_FLOAT = r"(?<=Cast\(f, d, )RoundMode::CAST_RINT"  # the only cast of integers
 TO_NARROW = r"(?<!f, d, )(?:AscendC::)?\bRoundMode::CAST_RINT"
 RULES = (
-    Rule("no barrier", r"\bvector_done\(\);", _left_out),
-    Rule("no flag", r"\bsync<[\w:]+>\(\*pipe_?\);", _left_out),
+    Rule("no barrier", r"\bvector_done\(\);", _skipped),
+    Rule("no flag", r"\bsync<[\w:]+>\(\*pipe_?\);", _skipped),
     Rule("no free", r"[\w.]+\.FreeTensor\(\w+\)", _other("(void)0")),
     Rule("below: or equal", r" < ", _operator(0)),
     Rule("above: or equal", r" > ", _operator(1)),
@@ -209,7 +209,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "kernels/csr_gather_topk.h",
         "below: or equal",
         "for (uint32_t at = 0; at < degree; at += s_.tile) {",
-    ): "in Peak the greatest is found twice; Total's twin falls",
+    ): "in Peak the greatest is found twice; Total's emulator falls",
     (
         "kernels/csr_gather_topk.h",
         "below: or equal",
@@ -516,9 +516,9 @@ def build(rule: int | None, folder: Path) -> Path:
         planted(rule, tree)
     switch = tree / "switch.h"
     switch.write_text(SWITCH)
-    library = tree / "twin.so"
+    library = tree / "emulator.so"
     flags = (*FLAGS, "-O0", "-w", "-include", str(switch))
-    subprocess.run(["g++", *flags, str(tree / "twin" / "library.cpp"), "-o", str(library)], check=True)
+    subprocess.run(["g++", *flags, str(tree / "emulator" / "library.cpp"), "-o", str(library)], check=True)
     return library
 
 

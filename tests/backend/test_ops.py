@@ -223,6 +223,6 @@ def test_time_buckets() -> None:
     assert bool((every.diff() >= 0).all())
 
 
-def test_an_unknown_backend_is_refused() -> None:
+def test_an_unknown_backend_is_rejected() -> None:
     with pytest.raises(ConfigError, match="'gpu' is none of cpu"):
         choose("gpu")  # type: ignore[arg-type]

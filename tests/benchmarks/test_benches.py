@@ -15,6 +15,7 @@ import yaml
 
 from benchmarks import (
     cascade,
+    emulator,
     features,
     generate,
     kernels,
@@ -27,9 +28,8 @@ from benchmarks import (
     prepare,
     protocols,
     rank,
+    shared_encoder,
     store,
-    trunk,
-    twin,
     wire,
 )
 from benchmarks.frame import Line
@@ -39,16 +39,16 @@ from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import to_table
 from npu_gr.model.config import HSTUConfig
-from tests.engine.kv.invariants import check_dram
+from tests.engine.kv_cache.invariants import check_dram
 from tests.models import tiny_order
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 from tests.server.test_recommend_over_http import section
 from tests.serving import make_config, write_checkpoint
 
 CONFIG = Path(__file__).parents[2] / "configs" / "cpu.yaml"
 ranker = rank.config
 needs_kernels = pytest.mark.skipif(not supported(), reason="no kernels")
-needs_twin = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU twin cannot be built")
+needs_emulator = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU emulator cannot be built")
 
 
 @pytest.fixture(autouse=True)
@@ -253,26 +253,26 @@ def test_without_kernels_it_says_so() -> None:
         list(kernels.lines("mmx", 0, 0.0))
 
 
-@needs_twin
-def test_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_emulator
+def test_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"LENGTHS": (1024,), "KS": (32,), "KEPT": (1.0, 0.05)}.items():
-        monkeypatch.setattr(twin, name, value)
+        monkeypatch.setattr(emulator, name, value)
     monkeypatch.setattr("benchmarks.hstu_model.lines", lambda seed: iter(()))
-    found = checked(list(twin.lines(0)))
+    found = checked(list(emulator.lines(0)))
     assert [(line.case, line.baseline, line.unit) for line in found] == [
         (f"n=1024 k=32 kept={kept}", name, "us (model)")
         for kept in ("100%", "5%")
         for name in ("full sort", "top-k, no filter")
     ]
-    real = Twin.masked_topk
-    monkeypatch.setattr(Twin, "masked_topk", lambda self, logits, *rest, **more: real(self, -logits, *rest, **more))
+    real = Emulator.masked_topk
+    monkeypatch.setattr(Emulator, "masked_topk", lambda self, logits, *rest, **more: real(self, -logits, *rest, **more))
     with pytest.raises(AssertionError, match="masked_topk is wrong"):
-        next(twin.lines(0))
+        next(emulator.lines(0))
 
 
 def test_the_model_gives_the_published_time() -> None:
     """Of pto-isa's sample: 3.24 us for a row of 1024 on one core of an A3; the model is of that size, no better."""
-    assert twin.modelled_us(twin.full_sort(1024, 1000)) == pytest.approx(3.24, rel=0.25)
+    assert emulator.modelled_us(emulator.full_sort(1024, 1000)) == pytest.approx(3.24, rel=0.25)
 
 
 def test_cascade() -> None:
@@ -281,9 +281,9 @@ def test_cascade() -> None:
     assert [line.target is None for line in found] == [False] * 3 + [True]
 
 
-def test_trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trunk, "HALVINGS", 1)
-    monkeypatch.setattr(trunk, "LEAST_GOAL_S", 0.5)
+def test_shared_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_encoder, "HALVINGS", 1)
+    monkeypatch.setattr(shared_encoder, "LEAST_GOAL_S", 0.5)
     write_checkpoint(tmp_path / "checkpoint", tiny_order(), retrieval=True)
 
     def written(**sections: object) -> Path:
@@ -291,12 +291,12 @@ def test_trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return tmp_path / "serve.yaml"
 
     path = written(**section(tmp_path))
-    found = list(trunk.lines(path, ("recommend.max_candidates=50",), (40,), 0.05, 5, 0))
+    found = list(shared_encoder.lines(path, ("recommend.max_candidates=50",), (40,), 0.05, 5, 0))
     assert [line.baseline for line in found] == ["a rank of as many", "two models", "two models"]
     assert all("L=40 M=50" in line.case and line.ours > 0 for line in found)
     assert found[0].target == pytest.approx(1 / 1.5)
     with pytest.raises(ConfigError, match="needs recommend"):
-        list(trunk.lines(written(), (), (40,), 0.05, 5, 0))
+        list(shared_encoder.lines(written(), (), (40,), 0.05, 5, 0))
 
 
 def test_prepare_finds_what_sql_finds_before_a_figure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_from_start_to_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def counts(**changes: Any) -> StreamCounts:
-    zero = dict.fromkeys(("due", "unsent", "in_time", "late", "refused", "other", "timeouts", "errors"), 0)
+    zero = dict.fromkeys(("due", "unsent", "in_time", "late", "rejected", "other", "timeouts", "errors"), 0)
     settings: dict[str, Any] = {"name": "load", "span_s": 2.0, "bins": [GOOD] * 40 + [NOTHING] * 2}
     settings |= {"server_cpu_s": 1.0, "answered_ms": TIMES}
     return StreamCounts(**{**zero, **settings, **changes})
@@ -123,7 +123,7 @@ def made(group: str, size: float, good: int, normal_s: float = 0.2, **changes: A
     )
 
 
-def judged(arm: str, run: Run) -> list[bool | None]:
+def evaluated(arm: str, run: Run) -> list[bool | None]:
     return [line.ok for line in of_run(arm, run)]
 
 
@@ -133,37 +133,37 @@ def judged(arm: str, run: Run) -> list[bool | None]:
      (ALONE, 256, 1, None), (BEFORE, 64, 1, None)],
 )  # fmt: skip
 def test_clients_that_retry_are_compared_with_the_capacity(arm: str, clients: int, good: int, ok: bool) -> None:
-    goodput, *normal = judged(arm, made("closed", clients, good))
+    goodput, *normal = evaluated(arm, made("closed", clients, good))
     assert goodput is ok
     assert normal == ([] if arm == BEFORE else [True])
 
 
 def test_an_overload_loses_nothing_is_not_late_and_level() -> None:
-    assert judged(BEHIND, made("poisson", 3.0, 800)) == [True] * 5
-    assert judged(BEHIND, made("poisson", 3.0, 790, normal_s=1.1))[::4] == [False, False]
-    lost, late = judged(BEHIND, made("poisson", 3.0, 800, timeouts=1, late=17, due=5000))[1:3]
+    assert evaluated(BEHIND, made("poisson", 3.0, 800)) == [True] * 5
+    assert evaluated(BEHIND, made("poisson", 3.0, 790, normal_s=1.1))[::4] == [False, False]
+    lost, late = evaluated(BEHIND, made("poisson", 3.0, 800, timeouts=1, late=17, due=5000))[1:3]
     assert (lost, late) == (False, False)
     falling = made("poisson", 3.0, 800, bins=[GOOD] * 20 + [(3, 0, 0, 0, 0, 0)] * 20)
-    assert judged(BEHIND, falling)[3] is False
-    assert judged(BEHIND, made("poisson", 10.0, 1)) == [None, True, True]
-    assert judged(ALONE, made("poisson", 10.0, 1)) == [None, True]
-    assert judged(BEHIND, made("slow", 3.0, 700))[0] is True
+    assert evaluated(BEHIND, falling)[3] is False
+    assert evaluated(BEHIND, made("poisson", 10.0, 1)) == [None, True, True]
+    assert evaluated(ALONE, made("poisson", 10.0, 1)) == [None, True]
+    assert evaluated(BEHIND, made("slow", 3.0, 700))[0] is True
 
 
 def test_what_one_plans_for_is_all_in_time() -> None:
-    assert judged(BEHIND, made("poisson", 0.8, 1000)) == [True, None]
-    assert judged(BEHIND, made("poisson", 0.8, 990, due=1000)) == [False, None]
+    assert evaluated(BEHIND, made("poisson", 0.8, 1000)) == [True, None]
+    assert evaluated(BEHIND, made("poisson", 0.8, 990, due=1000)) == [False, None]
 
 
-def test_of_bursts_and_of_the_small_tenant_none_is_refused() -> None:
+def test_of_bursts_and_of_the_small_tenant_none_is_rejected() -> None:
     for group in ("bursts", "fair"):
-        assert judged(BEHIND, made(group, 16, 400)) == [True]
-        assert judged(BEHIND, made(group, 16, 399, refused=1)) == [False]
+        assert evaluated(BEHIND, made(group, 16, 400)) == [True]
+        assert evaluated(BEHIND, made(group, 16, 399, rejected=1)) == [False]
 
 
 def test_after_a_pause_it_is_normal_within_a_second() -> None:
-    assert judged(ALONE, made("pause", 4, 400, normal_s=1.0)) == [True]
-    assert judged(ALONE, made("pause", 4, 400, normal_s=math.inf)) == [False]
+    assert evaluated(ALONE, made("pause", 4, 400, normal_s=1.0)) == [True]
+    assert evaluated(ALONE, made("pause", 4, 400, normal_s=math.inf)) == [False]
 
 
 def test_of_several_runs_the_median_counts_and_all_are_told() -> None:

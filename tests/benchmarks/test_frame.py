@@ -15,7 +15,7 @@ from benchmarks import store
 from benchmarks.frame import BENCHES, Line, bench, compared, show, table, timed, timed_in_turn
 from npu_gr.core.errors import ConfigError
 
-LONG = "closed loop of 256: 1427 in time, 3349 refused, 92 late, 0 lost a second, P99 67 ms; off 140 in time"
+LONG = "closed loop of 256: 1427 in time, 3349 rejected, 92 late, 0 lost a second, P99 67 ms; off 140 in time"
 
 
 def line(case: str = LONG, baseline: str = "admission off", ratio: float = 0.764, target: float | None = 0.95) -> Line:

@@ -39,7 +39,7 @@ def closed(bodies: Path, **changes: Any) -> LoadStream:
 
 
 def total(counts: StreamCounts) -> int:
-    return counts.in_time + counts.late + counts.refused + counts.other + counts.timeouts + counts.errors
+    return counts.in_time + counts.late + counts.rejected + counts.other + counts.timeouts + counts.errors
 
 
 def one(port: int, stream: LoadStream, **more: Any) -> StreamCounts:
@@ -56,7 +56,7 @@ def test_each_request_has_the_fate_that_the_server_gave_it(bodies: Path) -> None
         assert counts.due == 20
         assert server.asked.total() == 20
         assert counts.in_time == server.asked["ok"] + server.asked["pieces"]
-        assert counts.refused == server.asked["refuse"]
+        assert counts.rejected == server.asked["refuse"]
         assert counts.other == server.asked["fail"]
         assert counts.errors == server.asked["drop"] + server.asked["strange"]
         assert (counts.timeouts, counts.unsent) == (server.asked["hang"], 0)
@@ -66,7 +66,7 @@ def test_a_closed_loop_counts_what_the_server_saw(bodies: Path) -> None:
     with stub("ok", "refuse") as (port, server):
         counts = one(port, closed(bodies), goal_s=30.0, deadline_s=30.0)
         assert counts.due == server.asked.total() > 4
-        assert (counts.in_time, counts.refused) == (server.asked["ok"], server.asked["refuse"])
+        assert (counts.in_time, counts.rejected) == (server.asked["ok"], server.asked["refuse"])
         assert {json.loads(body)["number"] for body in server.bodies} <= set(range(5))
 
 
@@ -109,10 +109,10 @@ def test_a_request_without_a_connection_times_out_unsent(bodies: Path) -> None:
         assert server.asked["hang"] == 2
 
 
-def test_a_refused_client_sends_again_at_once(bodies: Path) -> None:
+def test_a_rejected_client_sends_again_at_once(bodies: Path) -> None:
     with stub("refuse") as (port, server):
         counts = one(port, closed(bodies), deadline_s=30.0)
-        assert counts.refused == server.asked["refuse"] > 8
+        assert counts.rejected == server.asked["refuse"] > 8
 
 
 def test_arrivals_are_drawn_by_the_seed(bodies: Path) -> None:

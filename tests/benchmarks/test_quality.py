@@ -58,7 +58,7 @@ def test_both_directions_of_a_pair_have_every_line(tmp_path: Path, monkeypatch: 
     lines = list(match_lines(folder_of_domains(tmp_path), TINY, quality._pair_lines))
     cases = [line.case for line in lines]
     for pair in ("one -> two", "two -> one"):
-        for kind in ("", ", twins too"):
+        for kind in ("", ", emulators too"):
             for figure in ("HIT@10", "HIT@50"):
                 assert f"match {pair}{kind}: served, {figure}" in cases
         assert f"match {pair}: SCCDR alone, HIT@50" in cases
@@ -90,7 +90,7 @@ def test_ingredients_and_newcomers_have_their_lines(tmp_path: Path) -> None:
     assert newcomers["served, HIT@50", JOINT_SVD].ours == served.ours
 
 
-def test_folders_that_share_nobody_are_refused(tmp_path: Path) -> None:
+def test_folders_that_share_nobody_are_rejected(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.txt").write_text(f"{name}\t1\n{name}\t2\n")
@@ -141,7 +141,7 @@ def test_the_strongest_baseline_is_the_one_of_the_best_mean() -> None:
     assert quality._line("case", "HIT@10", weak, {"strong": strong}).ok is False
 
 
-def test_a_part_without_its_data_is_refused() -> None:
+def test_a_part_without_its_data_is_rejected() -> None:
     out = CliRunner().invoke(bench, ["quality", "--only", "match"])
     assert out.exit_code == 1
     assert "needs --pairs for match" in out.output

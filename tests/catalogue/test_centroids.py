@@ -13,7 +13,7 @@ from npu_gr.catalogue.records import Features
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.core.errors import CatalogueError, DataError
 from npu_gr.core.served import NewItem
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.train.data import build_log
 from npu_gr.train.generate.codes import codes_of_new, item_vectors, residual_codes
 from tests.train.synthetic import NUM_ITEMS, planted

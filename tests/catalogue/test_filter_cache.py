@@ -11,7 +11,7 @@ from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Snapshot, make_snapshot, withdraw
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import Unprocessable
-from npu_gr.jobs.served_catalogue import FilterCache
+from npu_gr.handlers.served_catalogue import FilterCache
 
 
 def ids(*items: int) -> I64:

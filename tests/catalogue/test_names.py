@@ -43,7 +43,7 @@ def test_no_name_twice() -> None:
         ItemNames.make(["a", "b", "a"])
 
 
-def test_two_names_of_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_names_of_one_id_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "item_ids", lambda names: np.zeros(len(names), np.int64))
     with pytest.raises(DataError, match="'a' and 'b' have the same id"):
         ItemNames.make(["a", "b"])
@@ -54,7 +54,7 @@ def test_no_file_is_no_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["cut", "descending", "ends"])
-def test_a_broken_file_is_refused(tmp_path: Path, broken: str) -> None:
+def test_a_broken_file_is_rejected(tmp_path: Path, broken: str) -> None:
     ItemNames.make(["a", "b"], ["A", "B"]).save(tmp_path)
     path = tmp_path / FILE
     if broken == "cut":
@@ -90,7 +90,7 @@ GOOD = {
         ({"titles": np.frombuffer(b"\xc3", np.uint8), "title_ends": np.array([0, 0, 1])}, "titles: .*utf-8"),
     ],
 )
-def test_a_table_whose_texts_cannot_be_answered_is_refused(
+def test_a_table_whose_texts_cannot_be_answered_is_rejected(
     tmp_path: Path, broken: dict[str, Any], message: str
 ) -> None:
     save_file(GOOD, tmp_path / FILE)
@@ -140,7 +140,7 @@ def test_the_place_of_an_action_is_its_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '["a", "a"]', '["'])
-def test_a_broken_file_of_actions_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_of_actions_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / ACTIONS_FILE).write_text(text)
     with pytest.raises(DataError, match=ACTIONS_FILE):
         load_actions(tmp_path)

@@ -189,7 +189,7 @@ def test_nothing_published() -> None:
         Catalogue().rollback()
 
 
-def test_other_codebooks_are_refused() -> None:
+def test_other_codebooks_are_rejected() -> None:
     catalogue = Catalogue()
     served = make_snapshot(as_items(THREE), BOOKS)
     catalogue.publish(served)
@@ -246,7 +246,7 @@ def test_whole_numbers_join_a_column_of_fractions() -> None:
 
 
 @pytest.mark.parametrize("change", [withdraw, restore])
-def test_unknown_items_are_refused(change: Any) -> None:
+def test_unknown_items_are_rejected(change: Any) -> None:
     with pytest.raises(CatalogueError, match="record 2: item 99 is not in the catalogue"):
         change(make_snapshot(as_items(THREE), BOOKS), ids(5, 99))
 

@@ -41,12 +41,12 @@ async def test_signals_are_taken_as_soon_as_all_are_back(scale: Scale, tmp_path:
             back_at = await back(f)
             await asyncio.sleep(scale.load_s + 1.0)
             after = due(load, back_at, await settled(load))
-        refused = [sample for sample in after if sample.status not in (200, 202)]
+        rejected = [sample for sample in after if sample.status not in (200, 202)]
         assert len(after) > PAIRS_PER_S
         if scale is LONG:
-            assert len(refused) <= scale.most_failed * len(after), refused[:3]
+            assert len(rejected) <= scale.most_failed * len(after), rejected[:3]
         else:
-            assert {sample.status for sample in refused} <= {429}, refused[:3]
+            assert {sample.status for sample in rejected} <= {429}, rejected[:3]
 
 
 @each_scale

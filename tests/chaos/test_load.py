@@ -1,6 +1,6 @@
 """Behind the file that `npu-gr route` writes, no load loses a request: each is answered, or rejected in words.
 
-Rates are figures of `python -m benchmarks door`; here only counts are judged, and that all is well again afterwards.
+Rates are figures of `python -m benchmarks door`; here only counts are evaluated, and that all is well again afterwards.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ async def test_no_load_loses_a_request(
         counts = await load(at, stream(bodies, scale, mode))
         assert counts.other + counts.errors == 0, counts
         assert counts.answered > 0
-        assert counts.due == counts.answered + counts.refused + counts.timeouts
+        assert counts.due == counts.answered + counts.rejected + counts.timeouts
         await well_again(at, bodies)
 
 

@@ -1,4 +1,4 @@
-"""A broken checkpoint that is published under load changes nothing: the reload is refused, the old model goes on."""
+"""A broken checkpoint that is published under load changes nothing: the reload is rejected, the old model goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def publish(source: Path, served: Path) -> None:
 
 @each_scale
 @pytest.mark.parametrize("change", [zeros, infinities, one_nan], ids=lambda change: str(change.__name__))
-async def test_a_broken_checkpoint_is_refused_under_load(
+async def test_a_broken_checkpoint_is_rejected_under_load(
     change: Change, scale: Scale, bodies: Bodies, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=tmp_path))

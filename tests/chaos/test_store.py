@@ -48,7 +48,7 @@ def append(bodies: Bodies, number: int, key: str | None = None, budget_s: float 
 
 
 async def append_all(instance: Instance, bodies: Bodies, num_users: int, num_events: int = 3) -> Answers:
-    """One append for each user, all at once; who is refused for load comes again after a moment."""
+    """One append for each user, all at once; who is rejected for load comes again after a moment."""
 
     async def one(http: aiohttp.ClientSession, number: int) -> Answered:
         give_up_at = time.monotonic() + 10

@@ -66,7 +66,7 @@ def test_a_key_of_the_caller_s_own_is_not_printed(tmp_path: Path) -> None:
         (["--scope", "everything"], None, "'everything' is not one of"),
     ],
 )
-def test_what_is_no_key_is_refused(tmp_path: Path, words: list[str], stdin: str | bytes | None, said: str) -> None:
+def test_what_is_no_key_is_rejected(tmp_path: Path, words: list[str], stdin: str | bytes | None, said: str) -> None:
     done = new(tmp_path / "keys", "ranking", *words, stdin=stdin)
     assert done.exit_code == 2
     assert said in done.output

@@ -52,7 +52,7 @@ async def test_a_replay(authority: Authority, instance: Running, tmp_path: Path)
     code, text = await run(*files(authority), *words)
     assert code == 0, text
     answered = [instance.count("requests_total", route="/v1/rank", code=code) or 0 for code in ("200", "429")]
-    assert sum(answered) == 20, text  # on a busy machine some are refused
+    assert sum(answered) == 20, text  # on a busy machine some are rejected
     assert answered[0] > 0, text
 
 
@@ -65,7 +65,7 @@ async def test_a_status_of_the_recorder(authority: Authority, instance: Running)
     assert "certificate" in text.lower(), text
 
 
-def test_files_that_cannot_be_used_are_refused(
+def test_files_that_cannot_be_used_are_rejected(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in VARIABLES:

@@ -18,11 +18,11 @@ from npu_gr.catalogue.records import read_items
 from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.names import item_id
-from npu_gr.matching.vectors import load as load_vectors
 from npu_gr.model.weights import load as load_ranker
 from npu_gr.service.app import instance
 from npu_gr.service.config import load as load_config
 from npu_gr.train.options import read_training_data
+from npu_gr.vector_search.vectors import load as load_vectors
 
 ITEMS = [f"SKU-{number:03}" for number in range(20)]
 TINY = ["epochs=1", "dim=16", "num_heads=1"]
@@ -181,7 +181,7 @@ def test_the_keys_of_set_are_listed_whatever_else_is_missing(command: str, capsy
     assert all(len(line.split(maxsplit=1)) == 2 for line in lines)  # every key has a description
 
 
-def test_a_key_that_is_none_is_refused_with_the_nearest(
+def test_a_key_that_is_none_is_rejected_with_the_nearest(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("rank", "generate"):

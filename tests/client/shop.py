@@ -11,12 +11,12 @@ import numpy as np
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.names import item_ids
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.handlers.service import Service
 from npu_gr.model.weights import Checkpoint, save
-from tests.matching.vectors import make_vectors
+from npu_gr.vector_search.vectors import save as save_vectors
 from tests.models import tiny_model
 from tests.serving import serving
+from tests.vector_search.vectors import make_vectors
 
 ACTIONS = ("view", "cart", "purchase")
 NAMES = [str(row) if row % 3 == 0 else f"SKU-{row:04d}-{'ABC'[row % 3]}" for row in range(300)]

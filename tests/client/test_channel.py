@@ -159,7 +159,7 @@ async def test_a_retry_that_the_deadline_forbids_takes_none_of_the_retries() -> 
 
 
 @pytest.mark.parametrize("key", ["", "two\nlines", "k" * 129])
-async def test_a_key_that_is_none_is_refused_before_anything_is_sent(key: str) -> None:
+async def test_a_key_that_is_none_is_rejected_before_anything_is_sent(key: str) -> None:
     async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         with pytest.raises(Unprocessable, match=r"^idempotency_key: "):
             await client.ingest({"u": SECOND}, idempotency_key=key)
@@ -168,7 +168,7 @@ async def test_a_key_that_is_none_is_refused_before_anything_is_sent(key: str) -
     assert not service.asked
 
 
-async def test_one_user_under_two_names_is_refused_before_anything_is_sent() -> None:
+async def test_one_user_under_two_names_is_rejected_before_anything_is_sent() -> None:
     async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         with pytest.raises(Unprocessable, match=r"^events: index 1: user '7' stands there twice"):
             await client.ingest({7: SECOND, "7": SECOND})
@@ -176,7 +176,7 @@ async def test_one_user_under_two_names_is_refused_before_anything_is_sent() -> 
 
 
 async def test_what_was_given_empty_is_sent_empty() -> None:
-    """The service refuses it in words; left out, it would mean something else."""
+    """The service rejects it in words; left out, it would mean something else."""
     async with scripted(GOOD) as service, AsyncClient(service.url, timeout_s=LONG_S) as client:
         await client.rank("", [1, 2], base="", model_version="")
     sent = msgspec.msgpack.decode(service.asked[0].body)
@@ -184,7 +184,7 @@ async def test_what_was_given_empty_is_sent_empty() -> None:
     assert "tenant" not in sent
 
 
-async def test_a_refused_signal_is_not_sent_again() -> None:
+async def test_a_rejected_signal_is_not_sent_again() -> None:
     async with (
         scripted(problem(429, "your share"), answer(SIGNALLED, 202)) as service,
         AsyncClient(service.url, timeout_s=LONG_S) as client,
@@ -273,7 +273,7 @@ async def test_nobody_at_the_address(unused_tcp_port: int) -> None:
     ],
     ids=["cut", "array", "type", "short", "top", "msgpack", "deep", "html", "redirect", "ssh"],
 )
-async def test_an_answer_of_somebody_else_is_refused_in_words(bad: Answer) -> None:
+async def test_an_answer_of_somebody_else_is_rejected_in_words(bad: Answer) -> None:
     async with scripted(bad) as service, AsyncClient(service.url, api_key="k", timeout_s=LONG_S) as client:
         with pytest.raises(BadAnswer, match=r"answer|Bad|Expected"):
             await client.rank("u", [1, 2], top_k=1)
@@ -387,12 +387,12 @@ async def test_the_key_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert shown == ["Bearer of-the-environment", "Bearer given", "Bearer of-the-file", None]
 
 
-async def test_a_new_key_in_the_file_is_taken_when_the_old_one_is_refused(tmp_path: Path) -> None:
+async def test_a_new_key_in_the_file_is_taken_when_the_old_one_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("old")
-    refused = problem(401, "no such key")
+    rejected = problem(401, "no such key")
     async with (
-        scripted(GOOD, refused, GOOD, refused) as service,
+        scripted(GOOD, rejected, GOOD, rejected) as service,
         AsyncClient(service.url, api_key_file=path, timeout_s=LONG_S) as client,
     ):
         await client.rank("u", [1, 2])
@@ -423,7 +423,7 @@ async def test_a_new_key_in_the_file_is_taken_when_the_old_one_is_refused(tmp_pa
         ({"base_url": "https://host", "tls": ClientTlsConfig(ca="/not/there")}, "tls: /not/there: No such file"),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_once(given: dict[str, object], message: str) -> None:
+def test_what_cannot_be_used_is_rejected_at_once(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         AsyncClient(**given)  # type: ignore[arg-type]
     assert "secret" not in str(raised.value)

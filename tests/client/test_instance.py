@@ -25,7 +25,7 @@ from npu_gr.core.errors import (
 from npu_gr.core.history import HistoryRef, UserKey
 from npu_gr.core.kinds import RANK, Scope
 from npu_gr.core.request import RankRequest
-from npu_gr.jobs.service import Service
+from npu_gr.handlers.service import Service
 from npu_gr.service.app import instance as running
 from tests.keys import entry, secret, write_keys
 from tests.models import events
@@ -124,7 +124,7 @@ async def test_tenants_are_apart(instance: tuple[str, Service]) -> None:
         assert (await client.rank("me", CANDIDATES)).answer.history.num_tokens == 0
 
 
-async def test_what_the_service_refuses_names_its_field(client: AsyncClient) -> None:
+async def test_what_the_service_rejects_names_its_field(client: AsyncClient) -> None:
     with pytest.raises(Unprocessable) as raised:
         await client.rank("u", CANDIDATES, top_k=0)
     assert (raised.value.field, raised.value.title) == ("top_k", "unprocessable request")

@@ -141,7 +141,7 @@ async def test_an_action_that_the_model_lacks_is_named_with_those_that_it_has(cl
     assert all(action in str(raised.value) for action in ("bought", *ACTIONS))
 
 
-async def test_milliseconds_are_refused_with_the_remedy(client: AsyncClient) -> None:
+async def test_milliseconds_are_rejected_with_the_remedy(client: AsyncClient) -> None:
     with pytest.raises(Unprocessable, match="milliseconds") as raised:
         await client.events("u", Behaviours(["SKU-0001-B"], ["view"], [AT_S * 1000]))
     assert raised.value.field == "events.timestamps"

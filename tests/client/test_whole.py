@@ -10,7 +10,7 @@ import pytest
 
 from npu_gr.client import AsyncClient, Behaviours, Features
 from npu_gr.core.errors import BadAnswer
-from npu_gr.server.codec import CODECS
+from npu_gr.server.schemas import CODECS
 from tests.client.scripted import answer, scripted
 
 SEEN = Behaviours(["a"], ["view"], [1_700_000_000])

@@ -76,7 +76,7 @@ def test_a_section_that_may_be_absent_and_a_whole_section(path: Path) -> None:
         ("NPU_GR_server__port", "NPU_GR_server__port is no setting"),
     ],
 )
-def test_a_setting_that_there_is_not_is_refused(name: str, message: str) -> None:
+def test_a_setting_that_there_is_not_is_rejected(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read({name: "1"}, Settings)
 
@@ -104,9 +104,9 @@ def test_what_is_nearly_a_setting_is_a_warning(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("value", ["[redis://:s3cret@host", "{file: [s3cret]}", "&a [*a, s3cret]"])
 def test_no_error_shows_a_secret(path: Path, value: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         load(path, Settings, [], {"NPU_GR_SERVER__URL": value})
-    assert "s3cret" not in str(refused.value)
+    assert "s3cret" not in str(rejected.value)
 
 
 def test_a_value_that_is_none_is_named(path: Path) -> None:

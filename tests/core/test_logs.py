@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from npu_gr.core import logs
-from npu_gr.core.logs import ATOMIC_BYTES, NewestLines, QueuedHandler, SeldomLog, log_line
+from npu_gr.core.logs import ATOMIC_BYTES, QueuedHandler, RecentLines, SeldomLog, log_line
 from npu_gr.core.secret import redacted
 
 
@@ -136,7 +136,7 @@ def test_a_destructor_may_log_while_its_thread_logs() -> None:
 
 
 def test_the_newest_lines_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = NewestLines()
+    handler = RecentLines()
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     log = logging.getLogger("tests.newest")
     for number in range(logs.NUM_NEWEST + 5):
@@ -174,7 +174,7 @@ def test_a_line_needs_no_record_where_one_handler_gets_it(is_alone: bool) -> Non
     reader, writer = os.pipe()
     with logger_to(writer, formats_late=True) as (log, _):
         log.propagate = False
-        newest = NewestLines()
+        newest = RecentLines()
         if not is_alone:
             log.addHandler(newest)
         made = logging.getLogRecordFactory()

@@ -44,7 +44,7 @@ def test_names_that_differ_have_ids_that_differ(names: list[str]) -> None:
     ("name", "why"),
     [("", "0 bytes"), (-1, "-1 is no item"), (FIRST_HASHED, "is no item"), ("é" * MAX_NAME_BYTES, "1024 bytes")],
 )
-def test_what_is_no_name_is_refused(name: str | int, why: str) -> None:
+def test_what_is_no_name_is_rejected(name: str | int, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         item_id(name)
     with pytest.raises(ValueError, match=f"index 1: .*{why}"):
@@ -122,6 +122,6 @@ def test_an_action_that_the_model_lacks_is_told_with_those_that_it_has(action: s
 
 
 def test_an_error_about_an_action_is_short() -> None:
-    with pytest.raises(ValueError, match="no action") as refused:
+    with pytest.raises(ValueError, match="no action") as rejected:
         ActionNames([f"action {number}" for number in range(1000)]).indices(["x" * 500])
-    assert len(str(refused.value)) < 400
+    assert len(str(rejected.value)) < 400

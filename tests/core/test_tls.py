@@ -62,7 +62,7 @@ async def echoed(port: int, tls: ssl.SSLContext, name: str = "127.0.0.1") -> ssl
         try:
             writer.write(b"hello")
             if await reader.read(5) != b"hello":
-                raise ConnectionResetError("refused after the handshake")
+                raise ConnectionResetError("rejected after the handshake")
             found: ssl.SSLObject = writer.get_extra_info("ssl_object")
         finally:
             writer.close()
@@ -189,7 +189,7 @@ async def test_the_certificate_in_force_of_a_client_is_shown(authority: Authorit
         await echoed(port, client.context)
 
 
-async def test_a_client_refuses_another_host_an_expired_certificate_and_another_authority(
+async def test_a_client_rejects_another_host_an_expired_certificate_and_another_authority(
     authority: Authority, tmp_path: Path
 ) -> None:
     client = ClientTls(ClientTlsConfig(ca=str(authority.ca)), "instances_tls").context
@@ -213,7 +213,7 @@ async def test_a_client_refuses_another_host_an_expired_certificate_and_another_
         (ssl.TLSVersion.TLSv1_2, "ECDHE-ECDSA-AES128-SHA256", False),  # no authenticated encryption
     ],
 )
-async def test_old_versions_and_weak_ciphers_are_refused(
+async def test_old_versions_and_weak_ciphers_are_rejected(
     authority: Authority, newest: ssl.TLSVersion, ciphers: str, is_accepted: bool
 ) -> None:
     client = authority.client()
@@ -234,7 +234,7 @@ async def test_old_versions_and_weak_ciphers_are_refused(
             await echoed(port, client)
 
 
-def test_what_cannot_be_used_is_refused_in_words(authority: Authority, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_rejected_in_words(authority: Authority, tmp_path: Path) -> None:
     pair, other = authority.issue("a"), authority.issue("b")
     with pytest.raises(ConfigError, match=r"server\.tls: .*: not usable for TLS: KEY_VALUES_MISMATCH"):
         server_tls(Pair(pair.certificate, other.key))
@@ -246,7 +246,7 @@ def test_what_cannot_be_used_is_refused_in_words(authority: Authority, tmp_path:
         from_table({"certificate": "a", "key": "b", "min_version": "1.0"}, ServerTlsConfig)
 
 
-def test_a_key_with_a_password_is_refused_and_nobody_is_asked_for_it(authority: Authority, tmp_path: Path) -> None:
+def test_a_key_with_a_password_is_rejected_and_nobody_is_asked_for_it(authority: Authority, tmp_path: Path) -> None:
     pair = authority.issue("a")
     locked = tmp_path / "locked.key"
     command = ["openssl", "ec", "-aes256", "-passout", "pass:secret", "-in", str(pair.key), "-out", str(locked)]

@@ -76,13 +76,13 @@ def test_what_is_written_is_the_number(text: str, want: Settings) -> None:
         f"size: {'9' * 50}GiB",
     ],
 )
-def test_what_is_no_such_number_is_refused_with_the_forms(text: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_what_is_no_such_number_is_rejected_with_the_forms(text: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
         read(text)
     key = text.partition(":")[0]
     forms = {"size": BYTES.forms, "some": BYTES.forms, "limited": BYTES.forms, "count": "a whole number"}
-    assert str(refused.value).startswith(f"c: {key}")
-    assert forms.get(key, SECONDS.forms) in str(refused.value)
+    assert str(rejected.value).startswith(f"c: {key}")
+    assert forms.get(key, SECONDS.forms) in str(rejected.value)
 
 
 @given(st.integers(0, 2**40), st.sampled_from(sorted(BYTES.factors)))

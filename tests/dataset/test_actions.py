@@ -44,7 +44,7 @@ def test_a_dataset_that_is_prepared_again_keeps_its_actions(tmp_path: Path) -> N
     assert [log.action_names[int(value)] for value in log.values] == ["view", "buy", "add"]
 
 
-def test_actions_of_another_kind_are_refused(tmp_path: Path) -> None:
+def test_actions_of_another_kind_are_rejected(tmp_path: Path) -> None:
     out = tmp_path / "data"
     prepare(write(tmp_path / "a.csv", [("", "view")]), out)
     before = (out / "manifest.json").read_bytes()

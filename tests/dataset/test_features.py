@@ -16,7 +16,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.dataset import PrepareOptions, prepare, read_dataset, read_log
 from npu_gr.dataset.build import summary
 from npu_gr.dataset.logs import NUM_PARTS
-from npu_gr.features.interactions import FeatureColumn, Interactions
+from npu_gr.history_store.interactions import FeatureColumn, Interactions
 from npu_gr.train.data import build_log
 
 HEADER = ("user_id", "item_id", "timestamp", "event_type", "seconds", "surface", "device", "tags", "affinity")
@@ -185,7 +185,7 @@ def test_a_text_that_describes_is_no_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "why"), [(("age",), "empty"), (("town",), "there is no such column")])
-def test_a_wanted_feature_of_users_that_says_nothing_is_refused(
+def test_a_wanted_feature_of_users_that_says_nothing_is_rejected(
     wanted: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
     (tmp_path / "users.csv").write_text("user_id,age\nann,\nbob,\n")

@@ -171,7 +171,7 @@ def test_a_column_that_a_table_has_twice_is_named(tmp_path: Path) -> None:
         prepare(nested, tmp_path / "data")
 
 
-def test_a_log_that_is_mostly_garbage_is_refused(tmp_path: Path) -> None:
+def test_a_log_that_is_mostly_garbage_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_bytes(HEAD + GOOD + b"u,,1700000000,x\n" * 2)
     with pytest.raises(
         DataError, match=r"67% of the rows cannot be used.*2 x no item \(first: line 3\).*--max-rejected"
@@ -229,7 +229,7 @@ def test_of_a_file_that_is_cut_short_it_says_how_much_was_read(tmp_path: Path) -
     test_a_file_that_is_no_log_says_why("x.csv.gz", packed[:-99], "after 8,388,608 bytes", tmp_path)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.csv: no such file"):
         prepare(tmp_path / "none.csv", tmp_path / "data")
     with pytest.raises(DataError, match=r"a folder without a log; known suffixes: \.csv"):
@@ -239,7 +239,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         prepare(nothing, tmp_path / "data")
 
 
-def test_an_event_column_of_very_many_kinds_is_refused(tmp_path: Path) -> None:
+def test_an_event_column_of_very_many_kinds_is_rejected(tmp_path: Path) -> None:
     rows = "".join(f"u,i,1700000000,e{at}\n" for at in range(101))
     (tmp_path / "log.csv").write_text("user_id,item_id,ts,event\n" + rows)
     with pytest.raises(DataError, match=r"'event' has over 100 distinct values.*--event none"):
@@ -260,7 +260,7 @@ ODD = st.lists(st.sampled_from([b"\r", b"\n", b"\r\n", b"\0", b",", b"a", b'"', 
 @example(content=b"\r\0", header=b"user_id,item_id\n", packed="")  # DuckDB takes the \r for an empty line
 @example(content=b"\r\n", header=b"user_id,item_id\n", packed=".gz")  # two empty lines
 @example(content=b"a,b\n\rc,d", header=b"", packed=".zst")
-def test_any_bytes_are_a_log_or_are_refused(
+def test_any_bytes_are_a_log_or_are_rejected(
     content: bytes, header: bytes, packed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Each line is a row, a part of one, or rejected: none is lost."""

@@ -83,7 +83,7 @@ def test_columns_become_features_by_what_they_hold(tmp_path: Path) -> None:
     numbers = {one.name: one.numbers for one in prepared.dataset.item_features()}
     assert numbers["price"] == {item_id(f"i{at}"): at * 1.5 for at in range(1, 60)}, "none of what is missing"
     assert {name for name, own in numbers.items() if own} == {"price"}
-    assert prepared.manifest["left_out"] == {
+    assert prepared.manifest["skipped"] == {
         "sku2": "60 distinct values for 60 items: nearly a name of each",
         "empty": "empty",
         "same": "the same for all items: 'all'",
@@ -132,7 +132,7 @@ def test_ids_with_a_point_are_the_integers_that_they_were(tmp_path: Path) -> Non
     assert prepared.manifest["items"]["without_row"] == 0
 
 
-def test_two_names_with_one_id_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_names_with_one_id_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("npu_gr.core.names.xxhash.xxh3_64_intdigest", lambda _raw: 7)
     with pytest.raises(DataError, match=f"'{B}' and '{A}' have the same id; rename one of them"):
         prepare(table(EVENTS), tmp_path / "data")

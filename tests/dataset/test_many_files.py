@@ -89,7 +89,7 @@ def test_a_broken_file_among_them_is_named_and_nothing_is_left(days: Path, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
 
 
-def test_two_headers_and_two_formats_are_refused(days: Path, tmp_path: Path) -> None:
+def test_two_headers_and_two_formats_are_rejected(days: Path, tmp_path: Path) -> None:
     (days / "2024/2024-01-04.csv").write_text("item_id,user_id,timestamp,event_type\nx,ann,1700000000,view\n")
     with pytest.raises(DataError, match=r"2024-01-04\.csv, line 1: other columns than those of .*2024-01-01\.csv"):
         prepare(days, tmp_path / "data")

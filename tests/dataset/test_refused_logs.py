@@ -1,4 +1,4 @@
-"""Every log of the first user's day that was refused makes a dataset now, without an option."""
+"""Every log of the first user's day that was rejected makes a dataset now, without an option."""
 
 from __future__ import annotations
 

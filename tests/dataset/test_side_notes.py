@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from npu_gr.core.words import counted
+from npu_gr.core.text_format import counted
 from npu_gr.dataset import prepare
 from npu_gr.dataset.side import notes_of
 

@@ -95,7 +95,7 @@ def test_commands_answer_as_nobody_from_a_place_that_nobody_may_write(inside: Ru
     assert inside("id", "-u") == "10001"
     for words in (("--help",), ("route", "--help"), ("replay", "--help"), ("consume", "--help")):
         assert "Usage:" in inside("npu-gr", *words)
-    assert inside("sh", "-c", "touch /opt/npu-gr/here 2>/dev/null || echo refused") == "refused"
+    assert inside("sh", "-c", "touch /opt/npu-gr/here 2>/dev/null || echo rejected") == "rejected"
     for program in ("g++", "pip"):
         assert inside("sh", "-c", f"command -v {program} || echo none") == "none", program
 

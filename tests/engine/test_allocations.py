@@ -18,8 +18,8 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, ItemSearch, PromptKV
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Past, Segment

@@ -17,7 +17,7 @@ from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.filters import allow_items
 from npu_gr.catalogue.trie import Codebooks, Trie
 from npu_gr.engine.beam_search import BeamQuery, BeamResult, Fork, SearchOptions, Tables, search
-from npu_gr.engine.kv.arena import BeamArena
+from npu_gr.engine.kv_cache.arena import BeamArena
 from npu_gr.model.decoder import Decoder, DecoderConfig
 
 CPU = CPUBackend()

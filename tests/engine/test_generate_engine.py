@@ -1,4 +1,4 @@
-"""A history in, items out: cold equals cached, filters hold, what does not fit is refused in words."""
+"""A history in, items out: cold equals cached, filters hold, what does not fit is rejected in words."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from npu_gr.engine.generate_engine import (
     layout_of,
     make_prompt,
 )
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.kv.tier import DramStore, PrefixKey
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore, PrefixKey
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 from tests.engine.test_beam_search import model
 
 CPU = CPUBackend()
@@ -124,7 +124,7 @@ def test_a_filter_leaves_what_it_allows() -> None:
     assert (len(nothing.item_ids), nothing.sids.shape, nothing.status) == (0, (0, 3), GenerateStatus.EXHAUSTED)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_rejected() -> None:
     trie, it = catalogue(), made()
     tables = Tables.upload(trie, CPU.device)
     with pytest.raises(Unprocessable, match="beam_width: 21, the limit is 20"):

@@ -16,8 +16,8 @@ from npu_gr.catalogue.trie import Codebooks
 from npu_gr.core.arrays import I64
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.model import hf
 from tests.decoders import VARIANTS, saved
 

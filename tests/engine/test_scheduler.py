@@ -208,7 +208,7 @@ async def test_a_job_that_ends_in_the_turn_of_its_cancellation_is_not_waited_for
                 await asyncio.wait({job})
 
 
-async def test_a_full_queue_refuses() -> None:
+async def test_a_full_queue_rejects() -> None:
     async with running(max_queue=2) as (scheduler, device), held(scheduler):
         waiting = [asyncio.create_task(scheduler.batch(Work("x"), device.run, FAR)) for _ in range(2)]
         await submitted(scheduler, 2)

@@ -30,10 +30,10 @@ from npu_gr.engine.generate_engine import (
     layout_of,
     make_prompt,
 )
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.kv.tier import DramStore
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model import t5
@@ -42,7 +42,7 @@ from npu_gr.model.t5 import T5Config
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
 from tests.encoder_decoders import Encoded
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 
 CPU = CPUBackend()
 USER = UserKey("", "u")

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from npu_gr.core.process import freeze_imports
-from npu_gr.matching.vectors import save
 from npu_gr.server.run import serve
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config
-from tests.matching.vectors import make_vectors
+from npu_gr.vector_search.vectors import save
 from tests.server.test_recommend_over_http import section
 from tests.serving import FIRST_ID, make_config, write_checkpoint
+from tests.vector_search.vectors import make_vectors
 
 PATIENT = {f"{kind}_s": 5.0 for kind in ("signal", "rank", "generate", "match", "recommend", "events", "erase")}
 

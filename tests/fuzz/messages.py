@@ -336,7 +336,7 @@ def _u32(num: int) -> bytes:
 
 
 def bombs() -> dict[str, bytes]:
-    """One well-framed request of about 4 MB each, or many small ones, which ought to be cheap to refuse."""
+    """One well-framed request of about 4 MB each, or many small ones, which ought to be cheap to reject."""
     user = b'{"user_id":"u",'
     packed = b"\x83\xa7user_id\xa1u"
     chunk_head = {b"Content-Type": JSON, b"Transfer-Encoding": b"chunked"}

@@ -25,13 +25,13 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.tools.monitor import prometheus
 from tests.certificates import Authority
 from tests.features_of import every_feature
-from tests.matching.vectors import KNOWN
 from tests.metrics.test_dashboards import IDS, PANELS, ROUTER, expressions, plain
 from tests.metrics.test_rules import RULES, promtool
 from tests.models import events
 from tests.server.test_generate_over_http import HISTORY, section
 from tests.server.test_match_over_http import section as match_section
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
+from tests.vector_search.vectors import KNOWN
 
 pytestmark = pytest.mark.prometheus
 LOAD_S = 9.0
@@ -47,7 +47,7 @@ def free_port() -> int:
 async def load(url: str) -> None:
     """Every kind of request: users who come back and new ones, some without a signal, some without time.
 
-    Of every kind some requests cannot be read, so that the panels of refusals have figures too.
+    Of every kind some requests cannot be read, so that the panels of rejections have figures too.
     """
     patient = {"X-Request-Timeout-Ms": "20000"}  # a busy machine
     async with aiohttp.ClientSession(headers=patient) as http:

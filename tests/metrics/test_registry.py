@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from npu_gr.core.errors import ConfigError, Refusal
+from npu_gr.core.errors import ConfigError, Rejection
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.kinds import KINDS, RANK, Kind
 from npu_gr.core.logs import CURRENT, begin
@@ -104,7 +104,7 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
         metrics.requests.done("rank", "/v1/rank", status, took_s, {"queue": took_s / 2})
     metrics.requests.done("rank", "/v1/rank", 499, 0.3)
     metrics.requests.done("rank", "/v1/rank", 504, 0.01, has_s=0.024)  # under half of 50 ms: nothing was promised
-    metrics.requests.done("rank", "/v1/rank", 429, 0.01, refusal=Refusal.RATE)
+    metrics.requests.done("rank", "/v1/rank", 429, 0.01, rejection=Rejection.RATE)
     metrics.requests.done(None, "/healthz", 200, 0.001)
 
     def results(result: str) -> float | None:
@@ -132,22 +132,22 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     assert registry.get_sample_value("npu_gr_request_duration_seconds_count", {"kind": "rank"}) == 2
 
 
-def test_a_storm_of_refusals_does_not_improve_the_latency() -> None:
+def test_a_storm_of_rejections_does_not_improve_the_latency() -> None:
     metrics, registry = made(rank_s=0.05)
     for took_s in (0.03, 0.07):
         metrics.requests.done("rank", "/v1/rank", 200, took_s)
     before = buckets(registry)
-    for reason in Refusal:
+    for reason in Rejection:
         for _ in range(1000):
-            metrics.requests.done("rank", "/v1/rank", 429, 0.0002, refusal=reason)
+            metrics.requests.done("rank", "/v1/rank", 429, 0.0002, rejection=reason)
     for status in (400, 422, 499, 500, 503, 504):
         metrics.requests.done("rank", "/v1/rank", status, 0.0002)
-    metrics.requests.refused_at_door("rank", 500)
-    metrics.requests.refused_at_door("rank", 7, is_promised=False)
+    metrics.requests.rejected_at_admission("rank", 500)
+    metrics.requests.rejected_at_admission("rank", 7, is_promised=False)
     assert buckets(registry) == before
-    for reason, num in ((Refusal.LATE, 1507), (Refusal.QUEUE, 1000), (Refusal.SHED, 1000)):
+    for reason, num in ((Rejection.LATE, 1507), (Rejection.QUEUE, 1000), (Rejection.SHED, 1000)):
         labels = {"kind": "rank", "reason": reason.value}
-        assert registry.get_sample_value("npu_gr_refusals_total", labels) == num
+        assert registry.get_sample_value("npu_gr_rejections_total", labels) == num
     for verdict, num in (("overloaded", 3500), ("over_rate", 2000), ("impossible", 7)):
         labels = {"kind": "rank", "verdict": verdict}
         assert registry.get_sample_value("npu_gr_admissions_total", labels) == num
@@ -164,7 +164,7 @@ def buckets(registry: CollectorRegistry) -> dict[str, float]:
     }
 
 
-def test_a_reload_that_is_refused_shows_until_one_takes_effect() -> None:
+def test_a_reload_that_is_rejected_shows_until_one_takes_effect() -> None:
     registry = CollectorRegistry()
     now_at = 1000.0
     reloads = ReloadMetrics(Families(registry), clock=lambda: now_at)

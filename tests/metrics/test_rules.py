@@ -75,7 +75,7 @@ ERRORS = 'npu_gr_relay_errors_total{instance="a",where="reload"}'
 FAILURES = 'npu_gr_selfcheck_failures_total{instance="a"}'
 AGE = 'npu_gr_catalogue_age_seconds{instance="a"}'
 STALE, KEYS = 'npu_gr_api_keys_file_stale{instance="a"}', 'npu_gr_api_keys{instance="a"}'
-WRONG = 'npu_gr_api_keys_refused_total{instance="a",reason="unknown"}'
+WRONG = 'npu_gr_api_keys_rejected_total{instance="a",reason="unknown"}'
 RELOAD = 'npu_gr_last_reload_successful{instance="a",what="configuration"}'
 EXPIRES = 'npu_gr_tls_certificate_expires_at_seconds{instance="a",of="server"}'
 BREAKER = 'npu_gr_store_breaker_open{instance="a",store="%s",lane="writes"}'
@@ -108,8 +108,8 @@ def dropped(lines: int) -> dict[str, str]:
     return {'npu_gr_log_lines_dropped_total{instance="a",stream="stdout"}': f"0+{lines}x30"}
 
 
-def shed(refused: int, admitted: int) -> dict[str, str]:
-    return {SHED: f"0+{refused}x20", ADMITTED: f"0+{admitted}x20"}
+def shed(rejected: int, admitted: int) -> dict[str, str]:
+    return {SHED: f"0+{rejected}x20", ADMITTED: f"0+{admitted}x20"}
 
 
 def wasted(evicted: int, produced: int) -> dict[str, str]:
@@ -164,7 +164,7 @@ CAUSES: list[Case] = [
     Case(wasted(4, 0), 65, {}, ["NpuGrPrefixesWasted"]),
     Case({**wasted(4, 1), COPIED_BACK: "0+20x70"}, 65, {}, ["NpuGrPrefixesWasted"]),
     *one("NpuGrRelayErrors", {ERRORS: "0+12x30"}, {ERRORS: "0+3x30"}, 25, instance="a", where="reload"),
-    *one("NpuGrReloadRefused", {RELOAD: "1 0 0 0"}, {RELOAD: "1 0 1 1"}, 3, instance="a", what="configuration"),
+    *one("NpuGrReloadRejected", {RELOAD: "1 0 0 0"}, {RELOAD: "1 0 1 1"}, 3, instance="a", what="configuration"),
     *one(
         "NpuGrRedisUnreachable", {BREAKER % "redis": "1x9"}, {BREAKER % "redis": "0 0 0 0 0 1 0 0 0 0"}, 6, **INSTANCE
     ),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Promise, Result, Rolling, judge
+from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Promise, Result, Rolling, evaluate
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from npu_gr.metrics.slo import LONGEST_S, RATE_S, SLOT_S, Counts, Promise, Resul
     ],
 )
 def test_judge(status: int, took_s: float, result: Result | None) -> None:
-    assert judge(status, took_s, 0.05) is result
+    assert evaluate(status, took_s, 0.05) is result
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_judge(status: int, took_s: float, result: Result | None) -> None:
     ],
 )
 def test_nothing_is_promised_to_a_caller_who_grants_no_time(status: int, has_s: float, result: Result | None) -> None:
-    assert judge(status, 0.01, 0.05, has_s) is result
+    assert evaluate(status, 0.01, 0.05, has_s) is result
 
 
 def test_the_budget_by_hand() -> None:

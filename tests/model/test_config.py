@@ -1,4 +1,4 @@
-"""A setting that would break a cached prefix is refused, with its name."""
+"""A setting that would break a cached prefix is rejected, with its name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.models import tiny_config, tiny_model
     ],
 )
 def test_what_is_never_exact_is_never_served(tmp_path: Path, field: str, value: object) -> None:
-    """A checkpoint that asks for it is refused by the key's name and the rule's."""
+    """A checkpoint that asks for it is rejected by the key's name and the rule's."""
     with pytest.raises(ValueError, match=rf"{field}.*E\d"):
         take_pinned({field: value})
     model = tiny_model()

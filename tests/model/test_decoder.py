@@ -168,7 +168,7 @@ def test_beams_without_a_prompt_see_their_own_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("num_kv_heads", 3), ("head_dim", 7)])
-def test_an_impossible_shape_is_refused(field: str, value: int) -> None:
+def test_an_impossible_shape_is_rejected(field: str, value: int) -> None:
     fields: dict[str, Any] = {
         "vocab_size": 10,
         "dim": 8,

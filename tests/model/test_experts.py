@@ -60,6 +60,6 @@ def test_an_expert_that_nobody_likes_and_one_that_all_like() -> None:
     assert torch.allclose(made(x, OPS), torch.stack([one_row(made, row) for row in x]), atol=1e-5)
 
 
-def test_more_experts_a_row_than_there_are_is_refused() -> None:
+def test_more_experts_a_row_than_there_are_is_rejected() -> None:
     with pytest.raises(ValueError, match="num_per_token: 6 is more than num_experts 5"):
         layer(num_per_token=6)

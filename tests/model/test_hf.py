@@ -127,7 +127,7 @@ def test_a_sliding_window_bounds_the_prompt(tmp_path: Path) -> None:
         ({"mlp_only_layers": []}, "layers.1.mlp.down_proj.weight"),
     ],
 )
-def test_experts_that_are_not_there_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_experts_that_are_not_there_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     saved(tmp_path, **MOE)
     reconfigure(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
@@ -165,7 +165,7 @@ def test_a_tied_head_may_be_saved_too(tmp_path: Path) -> None:
         hf.load(tmp_path)
 
 
-REFUSED_QWEN3 = [
+REJECTED_QWEN3 = [
     ({"model_type": "gpt2"}, r"model_type: 'gpt2' is none of qwen3, qwen3_moe, qwen2, llama, mistral"),
     ({"model_type": ["llama"]}, r"model_type: \['llama'\] is none of"),
     ({"model_type": "llama"}, r"architectures: \['Qwen3ForCausalLM'\] is not \['LlamaForCausalLM'\]"),
@@ -196,15 +196,15 @@ REFUSED_QWEN3 = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED_QWEN3, ids=[message for _, message in REFUSED_QWEN3])
-def test_a_setting_that_is_not_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), REJECTED_QWEN3, ids=[message for _, message in REJECTED_QWEN3])
+def test_a_setting_that_is_not_served_is_rejected_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     saved(tmp_path, **QWEN3)
     reconfigure(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=r"config\.json: .*" + message):
         hf.load(tmp_path)
 
 
-def test_qwen2_without_its_bias_is_refused(tmp_path: Path) -> None:
+def test_qwen2_without_its_bias_is_rejected(tmp_path: Path) -> None:
     saved(tmp_path, **QWEN2)
     reconfigure(tmp_path, attention_bias=True)
     assert hf.read_config(tmp_path).qkv_bias
@@ -214,7 +214,7 @@ def test_qwen2_without_its_bias_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "qwen3", "vocab_size": NaN}', "\xff"])
-def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_broken_config_is_rejected(tmp_path: Path, text: str) -> None:
     saved(tmp_path, **QWEN3)
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config\.json"):
@@ -230,7 +230,7 @@ def test_a_broken_config_is_refused(tmp_path: Path, text: str) -> None:
         ({"intermediate_size": 10**13}, "config.json asks for"),
     ],
 )
-def test_a_configuration_that_asks_for_too_much_is_refused_before_it_is_built(
+def test_a_configuration_that_asks_for_too_much_is_rejected_before_it_is_built(
     tmp_path: Path, keys: dict[str, int], words: str
 ) -> None:
     saved(tmp_path, **QWEN3)
@@ -320,7 +320,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         hf.load(tmp_path)
 
 
-def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_does_not_fit_its_shards_is_rejected(tmp_path: Path) -> None:
     path, shards = sharded(tmp_path)
     file = shards[DOWN]
     for changed, message in [

@@ -85,7 +85,7 @@ def test_embeddings_that_are_saved_twice_must_agree(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_served_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_is_not_served_is_rejected_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     saved(tmp_path)
     reconfigure(tmp_path, **changes)
     for read in (generators.examine, lambda folder: generators.load(folder, torch.float32)):

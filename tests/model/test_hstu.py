@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.model.hstu_layer import Past
 from tests.models import CPU, NONE, Request, Store, cached, full, tiny_model
 

@@ -263,7 +263,7 @@ def test_kernels_that_do_not_know_a_setting_do_not_run(monkeypatch: pytest.Monke
     if CPU._hstu is not None:
         for name in ("causal", "targets"):
             monkeypatch.setattr(CPU._hstu, name, called.append)
-    for name in ("hstu_pass", "hstu_whole"):
+    for name in ("hstu_pass", "fused_forward"):
         monkeypatch.setattr(CPU, name, called.append)
     model = tiny_model(torch.float32, time_buckets=LOG)
     full(model, Request(9, 3))

@@ -23,7 +23,7 @@ NEXT = torch.tensor([tiny_config().num_items])
 bit_for_bit = pytest.mark.skipif(CPU.arrangement(torch.float32, 64) != "tiles", reason="no kernels")
 
 
-def trunk(dtype: torch.dtype = torch.float32, **changes: Any) -> HSTU:
+def shared_encoder(dtype: torch.dtype = torch.float32, **changes: Any) -> HSTU:
     return tiny_model(dtype, retrieval=True, **changes)
 
 
@@ -38,7 +38,7 @@ def vector(model: HSTU, request: Request, backend: Any = CPU) -> Tensor:
 
 @pytest.mark.parametrize("changes", [{}, {"norm": "group", "positions": "start"}, {"item_features": ()}], ids=str)
 def test_cold_and_cached_agree_with_the_definition(changes: dict[str, Any]) -> None:
-    model, request = trunk(torch.float64, **changes), Request(150, 5)
+    model, request = shared_encoder(torch.float64, **changes), Request(150, 5)
     want = vector(model, request, ReferenceBackend())
     assert want.shape == (1, model.config.dim)
     for cut in (1, 64, 150):
@@ -55,7 +55,7 @@ def test_the_same_bits_alone_in_company_and_from_a_prefix(
     num_history: int, num_candidates: int, data: st.DataObject
 ) -> None:
     """Neither the cached prefix nor who shares the pass moves u; nor do other candidates move a logit."""
-    model, request = trunk(), Request(num_history, num_candidates, seed=num_history)
+    model, request = shared_encoder(), Request(num_history, num_candidates, seed=num_history)
     want, logits = vector(model, request), full(model, request)
     cut = data.draw(st.integers(0, num_history))
     past = None
@@ -76,7 +76,7 @@ def test_the_same_bits_alone_in_company_and_from_a_prefix(
 
 
 def test_it_sees_the_history_the_time_and_itself() -> None:
-    model, request = trunk(torch.float64), Request(60, 1)
+    model, request = shared_encoder(torch.float64), Request(60, 1)
     want = vector(model, request)
     other, later = Request(60, 1), Request(60, 1)
     other.items[3] = (other.items[3] + 1) % 300
@@ -90,15 +90,15 @@ def test_it_sees_the_history_the_time_and_itself() -> None:
 
 
 def test_the_table_is_the_items_with_their_features_and_one_row_more() -> None:
-    model = trunk()
+    model = shared_encoder()
     rows = torch.arange(301)
     assert torch.equal(model.items.vectors(), model.items.embed(rows)[:300])
     assert torch.equal(model.items.embed(rows)[300], model.next_item)
-    assert trunk(torch.bfloat16).items.vectors().dtype == torch.float32
+    assert shared_encoder(torch.bfloat16).items.vectors().dtype == torch.float32
 
 
 def test_a_new_model_starts_as_its_final_row() -> None:
-    """The vector is the identity at first, so training starts from the trunk's own geometry."""
+    """The vector is the identity at first, so training starts from the shared encoder's own geometry."""
     model = HSTU(tiny_config(retrieval=True))
     row = torch.randn(3, 32)
     assert torch.equal(model.user_vectors(row), model.norm_next(row))
@@ -106,7 +106,7 @@ def test_a_new_model_starts_as_its_final_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_checkpoint_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = trunk(dtype)
+    model = shared_encoder(dtype)
     save(Checkpoint(model=model, item_ids=np.arange(300), name="tiny"), tmp_path)
     again = load(tmp_path).model
     again.items.freeze()
@@ -115,6 +115,6 @@ def test_a_checkpoint_keeps_it(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_a_ranker_without_it_is_written_as_before() -> None:
-    """An older version refuses a key that it does not know."""
+    """An older version rejects a key that it does not know."""
     assert "retrieval" not in write_keys(tiny_config())
     assert write_keys(tiny_config(retrieval=True))["retrieval"] is True

@@ -13,7 +13,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import I64
-from npu_gr.engine.kv.arena import fork_ancestry
+from npu_gr.engine.kv_cache.arena import fork_ancestry
 from npu_gr.model import hf_t5, t5
 from npu_gr.model.generative import UnsharedKV
 from npu_gr.model.t5 import T5Config
@@ -93,7 +93,7 @@ def t5_config(**changes: object) -> T5Config:
         ({"start_token": 9}, "start_token: 9 is not in the vocabulary of 9"),
     ],
 )
-def test_a_configuration_without_a_meaning_is_refused(change: dict[str, int], message: str) -> None:
+def test_a_configuration_without_a_meaning_is_rejected(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         t5_config(**change)
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.ops import hstu_fixed
-from tests.ops.ascend_twin import Machine
+from tests.ops.ascend_emulator import Machine
 from tests.ops.fixed import ODD, spread
 from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores
 from tests.ops.oracle import BeamFork, Case, CsrGatherTopk, MaskedTopk

@@ -1,6 +1,6 @@
 """Inputs for every Ascend op that are the same for ever: the mutants of ops/ascendc/mutate.py must fall to them.
 
-`python -m tests.ops.fixed LIBRARY OP ...` runs them on a library of the twin; exit status 1 at the first wrong answer.
+`python -m tests.ops.fixed LIBRARY OP ...` runs them on a library of the emulator; exit status 1 at the first wrong answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.ops import hstu_fixed
-from tests.ops.ascend_twin import F32, Machine, Twin
+from tests.ops.ascend_emulator import F32, Emulator, Machine
 from tests.ops.far import FarFork, FarTopk
 from tests.ops.oracle import BeamFork, Case, Cost, CsrGatherTopk, MaskedTopk
 
@@ -132,10 +132,10 @@ FIXED: dict[str, list[Case]] = {
 
 def main(arguments: list[str]) -> None:
     """See the module."""
-    twin = Twin(Path(arguments[0]))
+    emulator = Emulator(Path(arguments[0]))
     for op in arguments[1:]:
         for case in FIXED[op]:
-            case.check(twin)
+            case.check(emulator)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.ops.ascend_twin import Machine
+from tests.ops.ascend_emulator import Machine
 from tests.ops.hstu_oracle import Batch, Finish, Request, Rows, Scores
 
 

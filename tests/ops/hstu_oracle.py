@@ -1,4 +1,4 @@
-"""What the HSTU kernels must give, number by number; `check` compares the twin's answer bit for bit.
+"""What the HSTU kernels must give, number by number; `check` compares the emulator's answer bit for bit.
 
 No torch here: the sanitised run imports this file. The tables that a host makes are made here again, from what they
 stand for.
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tests.ops.ascend_twin import F32, I32, Machine, Twin, TwinReport
+from tests.ops.ascend_emulator import F32, I32, Emulator, EmulatorReport, Machine
 from tests.ops.far import untouched
-from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 Array = npt.NDArray[Any]
 KINDS: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
@@ -122,7 +122,7 @@ class Rows(NamedTuple):
     silu_all: bool = False
     q_scale: float = 1.0
 
-    def check(self, twin: Twin) -> TwinReport:
+    def check(self, emulator: Emulator) -> EmulatorReport:
         b = self.batch
         uv, qk = b.heads * b.v_dim, b.heads * b.qk_dim
         mixed = b.numbers(1, b.num_rows, 2 * (uv + qk))
@@ -142,11 +142,11 @@ class Rows(NamedTuple):
         u = np.full((b.num_queries, uv), 7, mixed.dtype)
         want = [x.copy() for x in (q, k, v, u)]
         report = hstu_rows(
-            twin, b.sizes, mixed, b.meta(), ids, written, (q, k, v, u), q_scale=self.q_scale, silu_all=self.silu_all,
+            emulator, b.sizes, mixed, b.meta(), ids, written, (q, k, v, u), q_scale=self.q_scale, silu_all=self.silu_all,
             on=b.on,
         )  # fmt: skip
         kept = [plane.copy() for plane in planes]
-        self._define(want, kept, mixed, ids, planes, twin)
+        self._define(want, kept, mixed, ids, planes, emulator)
         for name, got, right in zip("qkvu", (q, k, v, u), want, strict=True):
             equal(got, right, name)
         for got, right in zip(written, kept, strict=True):
@@ -154,7 +154,7 @@ class Rows(NamedTuple):
         return report
 
     def _define(
-        self, want: list[Array], kept: list[Array], mixed: Array, ids: I32, planes: tuple[Array, ...], twin: Twin
+        self, want: list[Array], kept: list[Array], mixed: Array, ids: I32, planes: tuple[Array, ...], emulator: Emulator
     ) -> None:
         b = self.batch
         q, k, v, u = want
@@ -163,7 +163,7 @@ class Rows(NamedTuple):
             new = keys - cached
             parts = np.split(mixed[first_row : first_row + new], [uv, 2 * uv, 2 * uv + qk], axis=1)
             wide = [widen(part) for part in parts]
-            active = [silu(x, twin.exp) if i == 0 or self.silu_all else x for i, x in enumerate(wide)]
+            active = [silu(x, emulator.exp) if i == 0 or self.silu_all else x for i, x in enumerate(wide)]
             with np.errstate(invalid="ignore", over="ignore"):
                 active[2] = active[2] * np.float32(self.q_scale)
             gate, values, queries, own = (narrow(x, b.dtype) for x in active)
@@ -223,7 +223,7 @@ class Scores(NamedTuple):
                     found[n, first + i] = part.min(), part.max()
         return found
 
-    def check(self, twin: Twin) -> TwinReport:
+    def check(self, emulator: Emulator) -> EmulatorReport:
         b = self.batch
         random = np.random.default_rng(b.seed + 9)
         position = random.normal(size=(b.heads, self.positions)).astype(np.float32)
@@ -244,7 +244,7 @@ class Scores(NamedTuple):
             got = b.numbers(5, *shape, odd=self.odd)
         stored = [got[n, :, : r.rows if self.is_far else None].copy() for n, r in enumerate(b.requests)]
         report = hstu_scores(
-            twin, b.sizes, got, b.meta(), bounds, row_times, key_times, tables, near, alpha=self.alpha, on=b.on
+            emulator, b.sizes, got, b.meta(), bounds, row_times, key_times, tables, near, alpha=self.alpha, on=b.on
         )
         for n, r in enumerate(b.requests):
             want = stored[n].copy()
@@ -252,7 +252,7 @@ class Scores(NamedTuple):
                 seen, bias = self._row(r, i, row_times[n, i], key_times[n], position, time)
                 with np.errstate(invalid="ignore", over="ignore"):
                     y = np.float32(self.alpha) * widen(stored[n][:, i]) + bias
-                    weights = y / (np.float32(1.0) + twin.exp(np.ascontiguousarray(y)))
+                    weights = y / (np.float32(1.0) + emulator.exp(np.ascontiguousarray(y)))
                 want[:, i] = np.where(seen, narrow(weights, b.dtype), np.zeros((), KINDS[b.dtype]))
             equal(got[n, :, : want.shape[1]], want, f"scores of request {n}")
         return report
@@ -277,7 +277,7 @@ class Finish(NamedTuple):
     scale: float = -0.125
     eps: float = 1e-6
 
-    def check(self, twin: Twin) -> TwinReport:
+    def check(self, emulator: Emulator) -> EmulatorReport:
         b = self.batch
         width = b.heads * b.v_dim
         group = width if self.over_row else b.v_dim
@@ -286,7 +286,7 @@ class Finish(NamedTuple):
         norm = np.random.default_rng(b.seed).normal(size=(2, group)).astype(np.float32)
         got = np.full((b.num_queries, 3 if self.joined else 1, width), 7, u.dtype)
         want = got.copy()
-        report = hstu_finish(twin, b.sizes, attention, u, norm, b.meta(), got, scale=self.scale, eps=self.eps, on=b.on)
+        report = hstu_finish(emulator, b.sizes, attention, u, norm, b.meta(), got, scale=self.scale, eps=self.eps, on=b.on)
         for n, (rows, _, _, _, _, _, query, _) in enumerate(b.meta().tolist()):
             a = widen(attention[n, :, :rows]).transpose(1, 0, 2).reshape(rows, width) * np.float32(self.scale)
             y = self._norm(a.reshape(-1, group), norm).reshape(rows, width)

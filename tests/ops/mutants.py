@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 from tests.ops.fixed import FIXED
 
 HANGS_S = 60.0  # of the processor: all fixed cases take seconds
@@ -46,10 +46,10 @@ def _run(library: Path, number: int, ops: Sequence[str], writes: int) -> NoRetur
     signal.setitimer(signal.ITIMER_REAL, STUCK_S)
     try:
         ctypes.CDLL(str(library)).npu_gr_mutate(number)
-        twin = Twin(library)
+        emulator = Emulator(library)
         for op in ops:
             for case in FIXED[op]:
-                case.check(twin)
+                case.check(emulator)
     except BaseException as error:  # noqa: BLE001  (whatever it is, the mutant fell)
         os.write(writes, f"{type(error).__name__}: {error}".encode())
         os._exit(1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from npu_gr.backend.npu.ops import SCHEMAS
-from tests.ops.ascend_twin import SOURCES
+from tests.ops.ascend_emulator import SOURCES
 from tests.ops.pretended import toolkit
 
 pytestmark = pytest.mark.skipif(not SOURCES.is_dir(), reason="the Ascend C sources are not here")

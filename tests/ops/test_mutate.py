@@ -14,7 +14,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.ops.ascend_twin import SOURCES
+from tests.ops.ascend_emulator import SOURCES
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: no mutant can be built")
 

@@ -1,6 +1,6 @@
 """build.sh, CMakeLists.txt, the binding and the platform query run end to end, on a machine that is pretended.
 
-The kernels are the real ones, compiled through our CMakeLists.txt by a toolkit of our own with the CPU twin; the
+The kernels are the real ones, compiled through our CMakeLists.txt by a toolkit of our own with the CPU emulator; the
 tensors are on a device `npu`, and what `npu-gr doctor` runs there is run here. See `tests/ops/pretended/toolkit.py`.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.ascend_twin import SOURCES
+from tests.ops.ascend_emulator import SOURCES
 from tests.ops.pretended import toolkit
 
 SMALL = """#include "kernel_operator.h"
@@ -37,7 +37,7 @@ def built() -> Path:
 
 def test_build_sh_builds_a_library_whose_operators_are_right() -> None:
     done = on_device("tests.ops.pretended.on_device", str(built()), "-1", NPU_GR_TRACE_LAUNCHES="1")
-    assert json.loads(done.stdout.splitlines()[-1]) == [{"wrong": {}, "not_refused": {}}]
+    assert json.loads(done.stdout.splitlines()[-1]) == [{"wrong": {}, "not_rejected": {}}]
     note = json.loads(built().with_suffix(".json").read_text())
     assert (note["cann"], note["torch_npu"], note["soc"]) == (90100, toolkit.VERSION, toolkit.SOC)
     for kernel in ("csr_norm_bf16", "csr_select_f16", "csr_merge", "beam_fork", "masked_topk_f32", "merge_rows"):
@@ -76,7 +76,7 @@ def test_each_mistake_of_the_host_code_is_seen(tmp_path: Path, monkeypatch: pyte
         done = on_device("tests.ops.pretended.on_device", str(library), numbers)
         told += json.loads(done.stdout.splitlines()[-1])
     each = zip(faults.HOST_FAULTS, told, strict=True)
-    seen = {fault.name: [*found["wrong"].values(), *found["not_refused"].values()] for fault, found in each}
+    seen = {fault.name: [*found["wrong"].values(), *found["not_rejected"].values()] for fault, found in each}
     assert "csr_" in seen["lo and degree swapped"][0] or "differs" in seen["lo and degree swapped"][0]
     assert "GM that is no longer allocated" in seen["the workspace is not kept until the launch"][0]
     assert "taken" in seen["any strides are taken"]

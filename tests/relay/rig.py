@@ -15,18 +15,18 @@ import torch
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import F32
 from npu_gr.core.history import Events, UserKey
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.prefix_pool import PrefixPool
-from npu_gr.engine.kv.tier import DramStore
-from npu_gr.engine.kv.tiers import Tiers
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.tier import DramStore
+from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.history_tokens import ItemVocabulary, Tokens, tokenize
+from npu_gr.model.history_tokenizer import ItemVocabulary, Tokens, tokenize
 from npu_gr.relay.config import RelayConfig, TriggerConfig
 from npu_gr.relay.relay import Lease, Relay
-from tests.engine.kv.invariants import check_dram, check_pool
+from tests.engine.kv_cache.invariants import check_dram, check_pool
 from tests.models import events, tiny_config, tiny_model
 
 USER = UserKey("", "u")
@@ -40,7 +40,7 @@ def tokens(num: int, seed: int = 0) -> Tokens:
 
 
 def tokenized(history: Events) -> Tokens:
-    return tokenize(history, VOCABULARY, 3, max_tokens=2000, cut_step_tokens=16, refuse_unknown=True)
+    return tokenize(history, VOCABULARY, 3, max_tokens=2000, cut_step_tokens=16, reject_unknown=True)
 
 
 @dataclass

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Reason, Verdict
 from npu_gr.engine.cost import CostModel
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout
-from npu_gr.engine.kv.prefix_pool import PrefixEntry, PrefixPool
-from npu_gr.engine.kv.tier import DramEntry, DramStore, PrefixKey
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout
+from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry, PrefixPool
+from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.lookup import (
@@ -36,7 +36,7 @@ from npu_gr.relay.lookup import (
     longest,
     longest_producer,
 )
-from npu_gr.relay.producers import Producer, ProducerKind, ProducerState
+from npu_gr.relay.prefill_manager import PrefillJob, PrefillKind, PrefillState
 from tests.relay.rig import bench, tokens
 
 LAYOUT = KVLayout(num_layers=1, num_heads=1, qk_dim=1, v_dim=1, page_tokens=4)
@@ -60,14 +60,14 @@ def copied(num_tokens: int) -> DramEntry:
 
 def producer(
     num_tokens: int = 100,
-    kind: ProducerKind = ProducerKind.PREFILL,
-    state: ProducerState = ProducerState.RUNNING,
+    kind: PrefillKind = PrefillKind.PREFILL,
+    state: PrefillState = PrefillState.RUNNING,
     joiners: int = 0,
-) -> Producer:
-    async def fill(_: Producer) -> None:
+) -> PrefillJob:
+    async def fill(_: PrefillJob) -> None:
         raise AssertionError("it is not run")
 
-    made = Producer(resident(num_tokens), kind, fill, JobOrder(0.0), state)
+    made = PrefillJob(resident(num_tokens), kind, fill, JobOrder(0.0), state)
     made.joiners = joiners
     return made
 
@@ -91,15 +91,15 @@ def test_a_copy_that_does_not_pay_is_left() -> None:
     assert choose(Existing(copy=COPY), 100, 64) == ComputeAll(Reason.RELOAD_SLOWER)
 
 
-@pytest.mark.parametrize("state", [ProducerState.RUNNING, ProducerState.DESERTED])
-def test_only_an_unwanted_prefill_of_the_whole_history_is_adopted(state: ProducerState) -> None:
+@pytest.mark.parametrize("state", [PrefillState.RUNNING, PrefillState.DESERTED])
+def test_only_an_unwanted_prefill_of_the_whole_history_is_adopted(state: PrefillState) -> None:
     adoptable = producer(state=state)
     assert choose(Existing(producer=adoptable), 100, 64) == AdoptPrefill(adoptable)
     for other in (
         producer(60, state=state),  # of the beginning of the history
-        producer(kind=ProducerKind.RELOAD, state=state),
-        producer(state=ProducerState.STOPPING),  # for another rank
-        producer(state=ProducerState.ADOPTED),
+        producer(kind=PrefillKind.RELOAD, state=state),
+        producer(state=PrefillState.STOPPING),  # for another rank
+        producer(state=PrefillState.ADOPTED),
         producer(state=state, joiners=1),
     ):
         assert choose(Existing(producer=other), 100, 64) == JoinProducer(other)

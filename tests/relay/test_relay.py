@@ -14,7 +14,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.request import Brownout, Outcome, Reason, Verdict
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.rank_engine import RankPass
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from tests.models import events
 from tests.relay.rig import CANDIDATES, USER, bench, same, tokenized, tokens
 
@@ -287,7 +287,7 @@ async def test_switched_off_it_only_ranks() -> None:
     ("signal", "reason"),
     [(lambda: tokens(3), Reason.NOT_AT_RISK), (lambda: tokens(600), Reason.REJECTED_FOOTPRINT)],
 )
-async def test_a_refused_signal_explains_the_miss(signal: Callable[[], Tokens], reason: Reason) -> None:
+async def test_a_rejected_signal_explains_the_miss(signal: Callable[[], Tokens], reason: Reason) -> None:
     async with bench() as b:
         history = signal()
         b.relay.signal(USER, history)

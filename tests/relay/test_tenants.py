@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import TriggerConfig
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.device import SimulatedPrefix
 from npu_gr.simulate.instance import SimulatedInstance
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 
 DEVICE = DeviceProfile(a0_s=0.001, a1_s=1e-4, b0_s=1e-5, kv_token_bytes=64)
 PREFIX = SimulatedPrefix(100, 1000, 64)  # takes 11 ms

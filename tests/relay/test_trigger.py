@@ -1,6 +1,6 @@
 """The trigger is arithmetic: one cause a verdict, in a fixed order, monotone in what is left, and within its rate.
 
-Together the tenants never exceed the rate; one alone has all of it; one within its share is never refused.
+Together the tenants never exceed the rate; one alone has all of it; one within its share is never rejected.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_who_has_its_share_of_what_is_used_up_is_told_so() -> None:
     assert verdict(room=whole) is Verdict.PREINFER  # a share is no limit where nothing is used up
 
 
-def test_what_is_refused_for_another_reason_takes_nothing_from_the_rate() -> None:
+def test_what_is_rejected_for_another_reason_takes_nothing_from_the_rate() -> None:
     bucket = OneBucket()
     assert decide(10, LATE, ROOMY._replace(inflight=2), CONFIG, bucket, "") is Verdict.SKIP_LOAD
     assert decide(10, LATE, ROOMY, CONFIG, bucket, "") is Verdict.PREINFER

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.convert import ModelVocabulary, from_ratings
 from npu_gr.replay.files import read, write
 

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from npu_gr.core.kinds import A, Kind, Q
-from npu_gr.jobs.base import HeldPermit
+from npu_gr.handlers.base import HeldPermit
 from npu_gr.replay.compare import compare
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions
@@ -48,7 +48,7 @@ def log() -> list[QueryRecord]:
 async def run(folder: Path, name: str, sections: dict[str, Any], **options: Any) -> Report:
     """One run on a fresh service; its answers are in folder / name."""
     (folder / name).mkdir()
-    sections = {"slo": {"rank_s": 10.0}, **sections}  # a slow machine refuses nothing
+    sections = {"slo": {"rank_s": 10.0}, **sections}  # a slow machine rejects nothing
     async with serving(folder, watched=False, **sections) as (client, service):
         service.versions.ranker().engine.copy_bytes_per_s = float(
             "inf"

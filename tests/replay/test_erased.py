@@ -129,11 +129,11 @@ def test_a_full_disk_leaves_the_file_whole_and_the_user_hidden(tmp_path: Path, m
     before = path.read_bytes()
     erase(tmp_path, "anna")
 
-    def refuse(_: int) -> None:
+    def reject(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(os, "fsync", refuse)
+        full.setattr(os, "fsync", reject)
         done = purge.purge(tmp_path)
     assert len(done.failed) == 1
     assert "No space left" in done.failed[0]
@@ -144,14 +144,14 @@ def test_a_full_disk_leaves_the_file_whole_and_the_user_hidden(tmp_path: Path, m
     assert purge.purge(tmp_path).num_removed == 3
 
 
-async def test_an_erasure_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_erasure_that_cannot_be_listed_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(tmp_path, users="clear")
     one = Recorder(RecordConfig(folder=str(tmp_path), users="clear"))
 
-    def refuse(_: int) -> None:
+    def reject(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", reject)
     with pytest.raises(Unavailable, match=r"cannot forget the user.*No space left.*ask again"):
         await one.erase(UserKey("", "anna"))
 

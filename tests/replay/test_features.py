@@ -20,7 +20,7 @@ OF_EVENTS: dict[str, Any] = {"country": ["fr", "de", None, "fr"] * 5, "age": [0.
 async def test_a_replay_with_features_is_answered_the_same(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint", features=every_feature(), retrieval=True)
     record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl", "users": "clear"}
-    sections: dict[str, Any] = {"recommend": {"sources": {"trunk": 20}}}
+    sections: dict[str, Any] = {"recommend": {"sources": {"shared_encoder": 20}}}
     history = {**columns(events(20)), "features": OF_EVENTS}
     asked: dict[str, Any] = {"user_id": "a", "timestamp": 1_700_000_000, "history": history}
     async with serving(tmp_path, record=record, **sections) as (client, _):

@@ -82,7 +82,7 @@ def test_bad_lines_are_skipped_by_choice_and_told_with_their_numbers(tmp_path: P
         assert "end" in cut.bad[-1]
 
 
-def test_what_is_a_little_late_is_put_in_order_and_what_is_very_late_refused(tmp_path: Path) -> None:
+def test_what_is_a_little_late_is_put_in_order_and_what_is_very_late_rejected(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     order = [(i // 100) * 100 + (99 - i % 100) for i in range(10_000)]
     write(path, (QueryRecord(ts=float(i), kind="signal", user_id="a") for i in order))

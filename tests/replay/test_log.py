@@ -20,15 +20,15 @@ from npu_gr.core.request import (
     Request,
     SignalRequest,
 )
-from npu_gr.matching.vectors import save
 from npu_gr.replay.files import read, write
 from npu_gr.replay.log import NOT_LOGGED, OPTIONS, RECORDED, REQUEST_FIELDS, SCORED, LoggedHistory, QueryRecord
 from npu_gr.replay.recorder import RecordedRequest, record_of
 from npu_gr.replay.requests import encode, read_answer
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save
 from tests.models import events
 from tests.server.test_recommend_over_http import section
 from tests.serving import FIRST_ID, serving
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 COLUMNS = LoggedHistory(items=[1, 2], actions=[0, 1], timestamps=[10, 11])
 USER = UserKey("t", "ü")
@@ -99,8 +99,8 @@ def test_a_log_keeps_every_field_of_a_request_but_versions(kind: str) -> None:
     fields = set(RECORDED[kind].request.__struct_fields__)
     options = OPTIONS[kind].__struct_fields__ if kind in OPTIONS else ()
     assert set(options) <= fields
-    left_out = fields - set(options) - set(REQUEST_FIELDS[kind]) - set(NOT_LOGGED)
-    assert all(name.endswith("_version") for name in left_out), left_out
+    skipped = fields - set(options) - set(REQUEST_FIELDS[kind]) - set(NOT_LOGGED)
+    assert all(name.endswith("_version") for name in skipped), skipped
     assert (kind in SCORED) == (RECORDED[kind].scored is not Scored.NOTHING)
 
 

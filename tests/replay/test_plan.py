@@ -188,7 +188,7 @@ def test_bad_options_name_the_field(values: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://me:key@x", "http://x?y=1"])
-def test_a_bad_base_url_is_refused_and_not_repeated(url: str) -> None:
+def test_a_bad_base_url_is_rejected_and_not_repeated(url: str) -> None:
     with pytest.raises(ValueError, match="base_url") as caught:
         ReplayOptions(base_url=url)
     assert "key@" not in str(caught.value)

@@ -18,17 +18,17 @@ from npu_gr.cli.main import main
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.request import SignalRequest
-from npu_gr.matching.vectors import save
 from npu_gr.replay.compare import compare
 from npu_gr.replay.files import QueryLog, read, write
 from npu_gr.replay.log import QueryRecord, digest
 from npu_gr.replay.plan import ReplayOptions
 from npu_gr.replay.recorder import RecordConfig, RecordedRequest, Recorder
 from npu_gr.replay.run import replay
-from tests.matching.test_fold import make_folding
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving
+from tests.vector_search.test_fold import make_folding
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 HISTORY = columns(events(60))
 
@@ -140,7 +140,7 @@ async def test_without_the_section_nothing_can_be_recorded(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("body", ['{"sample_ratio": 0}', '{"duration_s": -1}', '{"x": 1}', "["])
-async def test_a_bad_order_is_refused(tmp_path: Path, body: str) -> None:
+async def test_a_bad_order_is_rejected(tmp_path: Path, body: str) -> None:
     async with serving(tmp_path, record={"folder": str(tmp_path / "traffic")}) as (client, _):
         json = {"Content-Type": "application/json"}
         async with client.post("/debug/record", data=body, headers=json) as answer:
@@ -252,7 +252,7 @@ def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
         Recorder(config(tmp_path))
 
 
-def test_a_disk_that_refuses_is_counted_and_recording_goes_on(tmp_path: Path) -> None:
+def test_a_disk_that_rejects_is_counted_and_recording_goes_on(tmp_path: Path) -> None:
     with Recorder(config(tmp_path)) as recorder:
         (tmp_path / "traffic").rmdir()
         recorder.offer(over())

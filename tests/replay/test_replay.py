@@ -302,7 +302,7 @@ async def test_cancelling_a_replay_cancels_it() -> None:
     assert gc.isenabled()
 
 
-async def test_a_log_file_is_read_and_an_empty_one_refused(tmp_path: Path) -> None:
+async def test_a_log_file_is_read_and_an_empty_one_rejected(tmp_path: Path) -> None:
     write(tmp_path / "log.jsonl", [rank(0)])
     write(tmp_path / "none.jsonl", [])
     async with service() as fake:

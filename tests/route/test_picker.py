@@ -130,7 +130,7 @@ def choice(response: pb.ProcessingResponse) -> str:
     return str(value)
 
 
-def refusal(response: pb.ProcessingResponse) -> int:
+def rejection(response: pb.ProcessingResponse) -> int:
     assert response.WhichOneof("response") == "immediate_response", response
     status: int = response.immediate_response.status.code
     return status
@@ -165,7 +165,7 @@ async def test_a_subset_of_the_gateway_is_obeyed_and_a_user_outside_goes_to_the_
         rest = [f"127.0.0.1:{fake.port}" for fake in a.fakes if fake is not home]
         assert (await a.chosen("/v1/rank", "u", subset=rest))[0] is not home
         (nobody,) = await a.process(headers({"x-user-id": "u"}, subset=["10.0.0.1:1"]))
-        assert refusal(nobody) == 503
+        assert rejection(nobody) == 503
 
 
 async def test_an_instance_that_is_not_ready_gets_nothing() -> None:
@@ -208,9 +208,9 @@ async def test_a_body_names_the_user_and_is_passed_on_byte_for_byte(mode: pb.Bod
 async def test_what_the_picker_answers_itself() -> None:
     async with asked() as a:
         (erased,) = await a.process(headers({}, "/v1/users/u"))
-        assert refusal(erased) == 501
+        assert rejection(erased) == 501
         _, no_name = await a.process(headers({}, mode=pb.BUFFERED), chunk(b"{}", ends=True))
-        assert refusal(no_name) == 400
+        assert rejection(no_name) == 400
         whatever = await a.process(headers({}, "/v1/models"))
         assert choice(whatever[0])
 
@@ -220,8 +220,8 @@ async def test_what_is_too_large_or_no_message_ends_the_stream_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(picker, "MOST_BODY_BYTES", 1000)
     async with asked() as a:
-        *_, refused = await a.process(headers({}, mode=FULL), *[chunk(b"x" * 400)] * 3)
-        assert refusal(refused) == 413
+        *_, rejected = await a.process(headers({}, mode=FULL), *[chunk(b"x" * 400)] * 3)
+        assert rejection(rejected) == 413
         with pytest.raises(grpc.aio.AioRpcError) as told:
             await a.process(headers({"x-user-id": "u"}), chunk(b"x" * (picker.MOST_MESSAGE_BYTES + 1)))
         assert told.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -120,10 +120,10 @@ async def test_an_erasure_is_done_when_every_replica_has_done_it(tmp_path: Path,
         assert (await replica._everywhere(erasure)).status == 204
         assert not await knows(replica)
 
-        async def refuse(_change: Change) -> tuple[str, Answered]:
+        async def reject(_change: Change) -> tuple[str, Answered]:
             return "other", Answered(503, "it starts")
 
-        told.append(SimpleNamespace(do=refuse))
+        told.append(SimpleNamespace(do=reject))
         told_no = await replica._everywhere(erasure)
         assert told_no.status == 503
         assert "not done at other (503)" in str(told_no.text)

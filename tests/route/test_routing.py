@@ -90,7 +90,7 @@ async def test_a_signal_that_an_instance_has_begun_is_never_sent_twice() -> None
 
 
 async def test_a_rank_that_an_instance_fails_is_answered_by_another() -> None:
-    """L3. For what breaks off, for 503, for silence and where nobody listens; a refusal for load is passed on."""
+    """L3. For what breaks off, for 503, for silence and where nobody listens; a rejection for load is passed on."""
     async with site(3, objective_s=0.05, health={"failures": 1000}) as s:
         home = await s.home("u")
         for name, value in (("cuts", True), ("status", 503), ("delay_s", 3.0)):
@@ -107,7 +107,7 @@ async def test_a_rank_that_an_instance_fails_is_answered_by_another() -> None:
 
 
 async def test_a_rank_that_waits_for_a_frozen_instance_is_answered_by_another() -> None:
-    """One holds the only place there, until its answer is late; the others wait out the queue, and none is refused."""
+    """One holds the only place there, until its answer is late; the others wait out the queue, and none is rejected."""
     inflight = {"instance_inflight": 1}
     async with site(3, objective_s=0.2, health={"failures": 1000}, limits=inflight) as s:
         users = [user for user in (f"u{i}" for i in range(60)) if (await s.home(user)).name == "i0"]
@@ -160,10 +160,10 @@ async def test_the_queue_is_short_and_its_end_is_429_with_a_time_to_retry() -> N
         statuses = [status for status, _, _ in answers]
         assert set(statuses) == {200, 429}
         assert only.most_inside == 2
-        refused = next(headers for status, _, headers in answers if status == 429)
-        assert refused["Retry-After"] == "1"
-        assert 20 <= int(refused["Retry-After-Ms"]) < 100
-        assert refused["Content-Type"] == "application/problem+json"
+        rejected = next(headers for status, _, headers in answers if status == 429)
+        assert rejected["Retry-After"] == "1"
+        assert 20 <= int(rejected["Retry-After-Ms"]) < 100
+        assert rejected["Content-Type"] == "application/problem+json"
 
 
 async def test_without_an_instance_the_answer_is_503_and_the_router_is_not_ready() -> None:
@@ -309,7 +309,7 @@ async def test_a_request_without_a_key_of_the_file_gets_no_further(tmp_path: Pat
             assert 'haproxy_server_status{proxy="users",server="i0"' in await answer.text()
 
 
-async def test_a_body_over_the_limit_is_refused_by_what_its_head_says() -> None:
+async def test_a_body_over_the_limit_is_rejected_by_what_its_head_says() -> None:
     async with site(1, limits={"max_body_bytes": 100_000}) as s:
         async with s.http.post(f"{s.url}/v1/rank", data=b"x" * 100_001, headers={"X-User-Id": "u"}) as answer:
             assert answer.status == 413
@@ -326,10 +326,10 @@ async def test_a_slow_sender_holds_no_instance() -> None:
         assert not s.fakes[0].seen
 
 
-async def test_what_haproxy_refuses_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_haproxy_rejects_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async with site(1) as s:
         monkeypatch.setattr(haproxy, "QUEUE_SHARE", 1e9)  # a time that HAProxy does not take
-        with pytest.raises(ConfigError, match="haproxy refuses"):
+        with pytest.raises(ConfigError, match="haproxy rejects"):
             await s.route.look()
         assert (await s.post("rank"))[0] == 200
         monkeypatch.undo()

@@ -60,9 +60,9 @@ def register_shout() -> None:
 
     import msgspec
 
-    from npu_gr.server.codec import CODECS
-    from npu_gr.server.codec.fields import Codec
     from npu_gr.server.config import ServerConfig
+    from npu_gr.server.schemas import CODECS
+    from npu_gr.server.schemas.fields import Codec
 
     def parse(body: Any, _config: ServerConfig, _names: object) -> ShoutRequest:
         return ShoutRequest(user=body.user, word=body.word)
@@ -71,7 +71,7 @@ def register_shout() -> None:
         shown: msgspec.Struct = out(request_id=request_id, echo=answer.echo, stages_s=answer.stages_s)
         return shown
 
-    from npu_gr.server.codec.fields import UserBody
+    from npu_gr.server.schemas.fields import UserBody
 
     body = msgspec.defstruct(
         "ShoutBody", [("word", str)], bases=(UserBody,), frozen=True, kw_only=True, forbid_unknown_fields=True
@@ -92,7 +92,7 @@ class _Lines(logging.Handler):
 
 
 async def main() -> dict[str, Any]:
-    """Serve one shout, refuse another, and gather what HTTP says about them."""
+    """Serve one shout, reject another, and gather what HTTP says about them."""
     register_shout()
     from tests.server.fake import FakeService, serving_fake
 
@@ -105,7 +105,7 @@ async def main() -> dict[str, Any]:
         async with client.post(SHOUT.path, json=body, headers={"X-Request-Id": "mine"}) as response:
             served = {"status": response.status, "body": await response.json()}
         async with client.post(SHOUT.path, json={"user_id": "u", "wordz": "hello"}) as response:
-            refused = {"status": response.status, "detail": (await response.json(content_type=None))["detail"]}
+            rejected = {"status": response.status, "detail": (await response.json(content_type=None))["detail"]}
         status = await (await client.get("/debug/status")).json()
         documented = (await (await client.get("/openapi.json")).json())["paths"][SHOUT.path]["post"]
     ((kind, request, _),) = service.served
@@ -117,7 +117,7 @@ async def main() -> dict[str, Any]:
 
     return {
         "served": served,
-        "refused": refused,
+        "rejected": rejected,
         "documented": documented,
         "line": handler.lines[0],
         "counts": {

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from npu_gr.core.errors import ConfigError, Unavailable
-from npu_gr.features.embedded import GroupWriter
+from npu_gr.history_store.embedded import GroupWriter
 from npu_gr.server.access_log import MOST_DETAIL, AccessLog, Failure
 from npu_gr.server.config import ServerConfig
 from tests.models import events

@@ -73,7 +73,7 @@ async def site(**settings: Any) -> AsyncIterator[Site]:
 def path_of(pattern: str) -> str:
     """A path of the route."""
     path = pattern.replace("{model}", "fake").replace("{version}", "1").replace("{user_id}", "u")
-    return f"{path}?seconds=0" if path == "/debug/profile" else path  # refused, so quick
+    return f"{path}?seconds=0" if path == "/debug/profile" else path  # rejected, so quick
 
 
 def is_served(status: int, body: bytes) -> bool:
@@ -191,7 +191,7 @@ async def test_a_trusted_proxy_passes_the_names_of_its_callers_on() -> None:
 
 def test_names_are_checked_where_a_page_could_do_without_a_key() -> None:
     def checked(**settings: Any) -> list[bool]:
-        return [one.refuses_foreign_hosts for one in make_addresses(ServerConfig(**settings))]
+        return [one.rejects_foreign_hosts for one in make_addresses(ServerConfig(**settings))]
 
     assert checked() == [True, True]
     assert checked(api_keys_file="keys") == [False, True]
@@ -250,7 +250,7 @@ async def test_a_real_browser_reads_the_own_page_and_another_sites_page_reaches_
 
 
 @pytest.mark.parametrize("media", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
-async def test_a_body_of_another_type_is_refused_everywhere(media: str) -> None:
+async def test_a_body_of_another_type_is_rejected_everywhere(media: str) -> None:
     async with site() as at:
         for (method, path), rule in rules().items():
             # clients of the Open Inference Protocol name no type

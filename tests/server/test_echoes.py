@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from npu_gr.core.words import MOST, cut, quoted
+from npu_gr.core.text_format import MOST, cut, quoted
 from tests.server.raw import Site, site
 
 LONG = "z" * 60_000

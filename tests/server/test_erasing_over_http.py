@@ -12,14 +12,14 @@ from aiohttp.test_utils import TestClient
 
 from npu_gr.core.errors import StoreFailed
 from npu_gr.core.history import UserKey
-from npu_gr.jobs.histories import Histories
-from npu_gr.matching.vectors import save
+from npu_gr.handlers.histories import Histories
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.purge import purge
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save
 from tests.models import events
 from tests.server.fake import FakeService, serving_fake
 from tests.serving import FIRST_ID, columns, encoded, serving
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 USER = "anna.archer@example.com"
 
@@ -159,7 +159,7 @@ async def test_vectors_that_were_trained_with_the_user_are_named(tmp_path: Path)
 
 
 @pytest.mark.parametrize("body", [b"{}", b"[", b'{"user_id": ""}', b'{"user_id": "a", "x": 1}'])
-async def test_a_question_about_nobody_is_refused(tmp_path: Path, body: bytes) -> None:
+async def test_a_question_about_nobody_is_rejected(tmp_path: Path, body: bytes) -> None:
     async with serving_fake(FakeService({})) as (client, _):
         headers = {"Content-Type": "application/json"}
         async with client.post("/debug/user", data=body, headers=headers) as response:

@@ -17,11 +17,11 @@ from npu_gr.core.feature_schema.columns import as_columns
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.replay.files import read
 from npu_gr.replay.requests import encode
-from npu_gr.server.codec.media import MSGPACK
+from npu_gr.server.schemas.media import MSGPACK
 from tests.features_of import random_features, values
 from tests.models import events
+from tests.server.grpc.rig import INFER, call
 from tests.server.oip.inputs import Input, infer_message, inputs_of
-from tests.server.rpc.rig import INFER, call
 from tests.serving import FIRST_ID, columns, free_port, serving, write_checkpoint
 
 SHOWN_AT = 1_700_000_000

@@ -1,4 +1,4 @@
-"""Features over HTTP: every form gives the same bits, what does not fit is refused by name, what is missing is told."""
+"""Features over HTTP: every form gives the same bits, what does not fit is rejected by name, what is missing is told."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from npu_gr.client import AsyncClient, Behaviours, Features
 from npu_gr.core.errors import RequestError
 from npu_gr.core.feature_schema.encode import hash_names
-from npu_gr.jobs.service import Service
+from npu_gr.handlers.service import Service
 from tests.features_of import every_feature
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def http(folder: Path) -> AsyncIterator[tuple[Any, Service]]:
-    async with serving(folder, recommend={"sources": {"trunk": 20}}) as (client, service):
+    async with serving(folder, recommend={"sources": {"shared_encoder": 20}}) as (client, service):
         yield client, service
 
 
@@ -143,7 +143,7 @@ async def test_what_does_not_fit_is_named(http: tuple[Any, Service], features: A
     assert said in told["detail"]
 
 
-async def test_not_a_number_is_refused_in_a_list_and_missing_in_raw(http: tuple[Any, Service]) -> None:
+async def test_not_a_number_is_rejected_in_a_list_and_missing_in_raw(http: tuple[Any, Service]) -> None:
     client, _ = http
     given = body(cross={"spent": [1.0, float("nan"), 2.0]})
     headers = {"Content-Type": "application/msgpack"}

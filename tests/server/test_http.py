@@ -258,7 +258,7 @@ def _fuzz(url: str) -> int:
             if case.headers:  # a millisecond is a valid budget, and a 504 its right answer
                 case.headers.pop("X-Request-Timeout-Ms", None)
             response = case.call(base_url=url.removesuffix("/openapi.json"))
-            # columns of equal lengths and whole raw arrays are beyond a schema: such bodies may be refused
+            # columns of equal lengths and whole raw arrays are beyond a schema: such bodies may be rejected
             case.validate_response(response, excluded_checks=[positive_data_acceptance])
 
         one()
@@ -267,9 +267,9 @@ def _fuzz(url: str) -> int:
 
 def test_raw_columns_are_read_in_place() -> None:
     """16 k events of raw msgpack: the arrays are views of the body, one check each, no object an element."""
-    from npu_gr.server.codec.media import MSGPACK, decode
-    from npu_gr.server.codec.rank import RankBody, parse
     from npu_gr.server.config import ServerConfig
+    from npu_gr.server.schemas.media import MSGPACK, decode
+    from npu_gr.server.schemas.rank import RankBody, parse
     from tests.server.fake import FakeNames
 
     n = 16_384

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from npu_gr.matching.vectors import save as save_vectors
 from npu_gr.model.weights import Checkpoint, save
-from tests.matching.vectors import make_vectors
+from npu_gr.vector_search.vectors import save as save_vectors
 from tests.models import tiny_model
 from tests.server.test_recommend_over_http import section
 from tests.serving import FIRST_ID, serving
 from tests.sources import ROOT
+from tests.vector_search.vectors import make_vectors
 
 PAGE = (ROOT / "docs" / "http.md").read_text()
 CALL = re.compile(r"```\n(curl .*?)```\n(?:```json\n(.*?)```)?", re.DOTALL)

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.cli.train import FAMILIES
-from npu_gr.model.imported.families import FAMILIES as KNOWN
-from tests.model.imported.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture
+from npu_gr.model.convert.families import FAMILIES as KNOWN
+from tests.model.convert.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture
 from tests.server.test_recommend_over_http import post
 from tests.serving import encoded, serving
 
@@ -40,7 +40,7 @@ async def test_generative_recommenders(tmp_path: Path) -> None:
     asked: dict[str, Any] = {
         "relay": {"enabled": False},
         "service": {"cut_step_tokens": 1},
-        "recommend": {"sources": {"trunk": 10}, "order": "retrieval"},
+        "recommend": {"sources": {"shared_encoder": 10}, "order": "retrieval"},
     }
     async with serving(tmp_path, **asked) as (client, service):
         assert service.versions.ranker().model.ops["hstu_attention"] == "torch"
@@ -78,7 +78,7 @@ async def test_dlrmv3(tmp_path: Path) -> None:
         assert np.abs(got - want).max() < 1e-5 * want.std()
 
 
-async def test_the_cache_is_refused_where_it_would_change_scores(tmp_path: Path) -> None:
+async def test_the_cache_is_rejected_where_it_would_change_scores(tmp_path: Path) -> None:
     imported(tmp_path, "generative-recommenders", "research", RESEARCH["research"])
     with pytest.raises(Exception, match=r"model\.attention_time.*E10"):
         async with serving(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from npu_gr.core.errors import Unavailable
 from npu_gr.core.history import HistoryRef, Mode, UserKey, Write, Written
 from npu_gr.core.kinds import Scope
-from npu_gr.server.codec.ingest import INGEST_BYTES, MOST_USERS
+from npu_gr.server.schemas.ingest import INGEST_BYTES, MOST_USERS
 from npu_gr.tools.ingest import ServiceWriter
 from tests.keys import bearer, write_keys
 from tests.keys import entry as key

@@ -70,12 +70,12 @@ async def test_a_route_needs_its_scope(
     app = build_web_app(fake(), ServerConfig(api_keys_file=path), metrics)
     add_record_routes(app, OwnRecorder(None))
     async with TestClient(InstanceServer(app)) as client:
-        async with client.request(method, path_of(pattern), headers=bearer("others")) as refused:
-            assert refused.status == 403
-            body = await refused.json(content_type=None)
+        async with client.request(method, path_of(pattern), headers=bearer("others")) as rejected:
+            assert rejected.status == 403
+            body = await rejected.json(content_type=None)
             assert body["title"] == "forbidden"
             assert body["detail"].endswith(f"this needs {scope.value}")
-        assert count(metrics, "api_keys_refused_total", reason="scope") == 1
+        assert count(metrics, "api_keys_rejected_total", reason="scope") == 1
         async with client.request(method, path_of(pattern), headers=bearer("this")) as allowed:
             assert allowed.status not in (401, 403)
 
@@ -131,7 +131,7 @@ async def test_a_request_is_about_the_key_s_tenant(tmp_path: Path, kind: Kind[An
             assert status == 403
             assert "alone" in json.loads(text)["detail"]
         assert len(service.served) == num
-        assert count(metrics, "api_keys_refused_total", reason="tenant") == 4
+        assert count(metrics, "api_keys_rejected_total", reason="tenant") == 4
 
 
 async def test_a_tenant_that_the_query_has_twice_is_the_first_one(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ async def test_the_log_has_the_key_s_name(tmp_path: Path, caplog: pytest.LogCapt
             ("/v1/models", None),
         ),
     ]
-    assert "a request was refused for its API key 'feed': scope" in caplog.text
+    assert "a request was rejected for its API key 'feed': scope" in caplog.text
     assert bearer("feed")["Authorization"].removeprefix("Bearer ") not in caplog.text
 
 

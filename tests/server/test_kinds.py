@@ -24,8 +24,8 @@ from npu_gr.core.errors import NotFound, Overloaded
 from npu_gr.core.kinds import KINDS, Kind
 from npu_gr.core.request import Outcome
 from npu_gr.metrics.registry import Metrics
-from npu_gr.server.codec import CODECS
 from npu_gr.server.openapi import document
+from npu_gr.server.schemas import CODECS
 from tests.keys import write_keys
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeNames, FakeService, serving_fake
@@ -139,10 +139,10 @@ async def test_the_document_has_its_path(kind: Kind[Any, Any]) -> None:
 
 
 @each_kind
-async def test_a_full_instance_refuses_it_before_its_body_is_read(kind: Kind[Any, Any]) -> None:
+async def test_a_full_instance_rejects_it_before_its_body_is_read(kind: Kind[Any, Any]) -> None:
     service = fake()
-    if kind.must_finish:  # the door lets it in: the service itself refuses it, or does not
-        service.answers[kind.name] = Overloaded(f"overloaded: {kind.plural} are refused")
+    if kind.must_finish:  # the door lets it in: the service itself rejects it, or does not
+        service.answers[kind.name] = Overloaded(f"overloaded: {kind.plural} are rejected")
     async with serving_fake(service) as (client, metrics):
         with await service.fill():
             json = {"Content-Type": "application/json"}
@@ -209,7 +209,7 @@ async def test_a_spent_budget_is_a_504_and_is_not_begun(kind: Kind[Any, Any]) ->
 
 
 @each_kind
-async def test_while_draining_only_what_needs_it_is_refused_and_connections_close(kind: Kind[Any, Any]) -> None:
+async def test_while_draining_only_what_needs_it_is_rejected_and_connections_close(kind: Kind[Any, Any]) -> None:
     service = fake()
     service.why_not_ready = "draining"
     async with serving_fake(service) as (client, _), send(client, kind) as response:
@@ -306,7 +306,7 @@ async def test_any_text_may_name_a_user_in_a_path(
 
 
 @pytest.mark.parametrize("path", ["/v1/users/%ff%fe", "/v1/%75sers/a"])
-async def test_a_user_whose_name_can_be_read_in_two_ways_is_refused(path: str) -> None:
+async def test_a_user_whose_name_can_be_read_in_two_ways_is_rejected(path: str) -> None:
     service = fake()
     async with serving_fake(service) as (client, _), aiohttp.ClientSession() as http:
         url = URL(str(client.make_url("")).rstrip("/") + path, encoded=True)
@@ -316,7 +316,7 @@ async def test_a_user_whose_name_can_be_read_in_two_ways_is_refused(path: str) -
 
 
 @each_kind_with_body
-async def test_a_compressed_body_is_refused_and_never_inflated(kind: Kind[Any, Any]) -> None:
+async def test_a_compressed_body_is_rejected_and_never_inflated(kind: Kind[Any, Any]) -> None:
     bomb = gzip.compress(b" " * 50_000_000)
     service = fake()
     async with serving_fake(service) as (client, metrics):
@@ -355,7 +355,7 @@ def test_a_kind_that_is_registered_is_served_counted_and_documented() -> None:
         "status": 201,
         "body": {"request_id": "mine", "echo": "HELLO", "stages_s": {"shout": 0.25}},
     }
-    assert said["refused"] == {"status": 422, "detail": "unknown field wordz; did you mean word?"}
+    assert said["rejected"] == {"status": 422, "detail": "unknown field wordz; did you mean word?"}
     assert said["documented"]["operationId"] == "shout"
     assert "#/components/schemas/ShoutBody" in json.dumps(said["documented"]["requestBody"])
     assert {name: said["line"][name] for name in ("route", "status", "loudness", "stages_s")} == {

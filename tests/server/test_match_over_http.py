@@ -16,14 +16,14 @@ from aiohttp.test_utils import TestClient
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.errors import ConfigError, StoreFailed
 from npu_gr.engine.queue import JobOrder
-from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.store import StoredHistory
-from npu_gr.jobs.match import MatchJob
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save
-from tests.matching.test_fold import make_folding
-from tests.matching.vectors import COLD, FIRST_ID, KNOWN, make_vectors
+from npu_gr.handlers.match import MatchJob
+from npu_gr.handlers.service import Service
+from npu_gr.history_store.embedded import EmbeddedStore
+from npu_gr.history_store.store import StoredHistory
+from npu_gr.vector_search.vectors import save
 from tests.serving import serving, until
+from tests.vector_search.test_fold import make_folding
+from tests.vector_search.vectors import COLD, FIRST_ID, KNOWN, make_vectors
 
 Client = TestClient[Any, Any]
 
@@ -117,7 +117,7 @@ async def test_filters_and_exhaustion(tmp_path: Path) -> None:
     async with serving(tmp_path, match=section(tmp_path)) as (client, _):
         every = await match(client, num_items=100)
         assert every["status"] == "exhausted"
-        assert len(every["items"]) == 36  # of 40: without three that the user had, and a twin of one of them
+        assert len(every["items"]) == 36  # of 40: without three that the user had, and a near-duplicate of one of them
         denied = await match(client, num_items=5, deny_items=every["items"][:3])
         assert denied["items"] == every["items"][3:8]
         allowed = await match(client, num_items=5, allow_items=[*every["items"][-2:], 1])

@@ -18,7 +18,7 @@ from aiohttp.test_utils import TestClient
 from npu_gr.catalogue.names import FILE, ItemNames
 from npu_gr.core.names import item_id, item_ids
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.server.codec.fields import MOST_ITEMS
+from npu_gr.server.schemas.fields import MOST_ITEMS
 from tests.models import events, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.serving import serving
@@ -111,8 +111,8 @@ async def test_an_answer_has_names_and_titles_where_they_are_asked_for(folder: P
         assert named["titles"] == [TITLES[NAMES.index(str(one))] or None for one in named["top"]]
         again = await post(client, "/v1/rank", **{**asked, "candidates": answer["top"]})
         assert again["top"] == answer["top"], "what is answered can be asked"
-        refused = await post(client, "/v1/rank", 422, **asked, fields=["title", "colour"])
-        assert refused["detail"] == "fields: 'colour' is none; there is title"
+        rejected = await post(client, "/v1/rank", 422, **asked, fields=["title", "colour"])
+        assert rejected["detail"] == "fields: 'colour' is none; there is title"
         headers = {"Accept": "application/msgpack"}
         async with client.post("/v1/rank", json={**asked, "fields": ["title"]}, headers=headers) as response:
             packed = msgspec.msgpack.decode(await response.read())
@@ -204,8 +204,8 @@ async def test_a_new_item_is_answered_by_its_name_and_withdrawn_by_it(folder: Pa
         assert (await post(client, "/v1/generate", **asked))["items"] == [3]
         await post(client, "/v1/catalog/rollback")
         assert name in (await post(client, "/v1/generate", **asked))["items"]
-        refused = await post(client, "/v1/catalog/items", 422, add=[{**new, "item_id": "é" * 257}])
-        assert refused["detail"].startswith("add[0].item_id: a name of 514 bytes is no item")
+        rejected = await post(client, "/v1/catalog/items", 422, add=[{**new, "item_id": "é" * 257}])
+        assert rejected["detail"].startswith("add[0].item_id: a name of 514 bytes is no item")
 
 
 BACKWARDS: dict[str, Any] = {
@@ -220,19 +220,19 @@ FORWARDS: dict[str, Any] = {
 }
 
 
-async def test_rows_that_run_backwards_are_refused_or_sorted_and_counted(folder: Path) -> None:
+async def test_rows_that_run_backwards_are_rejected_or_sorted_and_counted(folder: Path) -> None:
     asked: dict[str, Any] = {"user_id": "u", "candidates": [0, 3], "timestamp": 99}
     async with serving(folder, relay={"enabled": False}) as (client, service):
-        refused = await post(client, "/v1/rank", 422, **asked, history=BACKWARDS)
-        assert refused["detail"].startswith(
+        rejected = await post(client, "/v1/rank", 422, **asked, history=BACKWARDS)
+        assert rejected["detail"].startswith(
             "history.timestamps: 10 at index 1 is before 30: send the oldest event first"
         )
         want = await post(client, "/v1/rank", **asked, history=FORWARDS)
         assert want["history"]["sorted_events"] == 0
         late: dict[str, Any] = {"items": [NAMES[1], NAMES[2]], "actions": ["view", "cart"], "timestamps": [25, 50]}
         base = want["history"]["fingerprint"]
-        refused = await post(client, "/v1/rank", 422, **asked, history=late, base=base)
-        assert refused["detail"].startswith(
+        rejected = await post(client, "/v1/rank", 422, **asked, history=late, base=base)
+        assert rejected["detail"].startswith(
             "history.timestamps: 25 at index 0 is before 30, the last of base: send the oldest event first"
         )
         service.parts.histories.on_unsorted = "sort"
@@ -273,7 +273,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("fields", "status"), HOSTILE, ids=range(len(HOSTILE)))
-async def test_hostile_names_are_refused_in_few_words(folder: Path, fields: bytes, status: int) -> None:
+async def test_hostile_names_are_rejected_in_few_words(folder: Path, fields: bytes, status: int) -> None:
     nothing = b'"history":{"items":[],"actions":[],"timestamps":[]}'
     data = b'{"user_id":"u",' + nothing + b"," + fields + b"}"
     async with serving(folder) as (client, _):

@@ -183,16 +183,16 @@ async def test_a_history_whose_item_becomes_known_is_another_prefix(folder: Path
         assert missed["scores"]["click"] == pytest.approx(by_hand.scores(seen, ITEMS[40:]), abs=1e-5)
 
 
-async def test_the_trunk_finds_new_items_and_no_withdrawn_ones(folder: Path, tmp_path: Path) -> None:
+async def test_the_shared_encoder_finds_new_items_and_no_withdrawn_ones(folder: Path, tmp_path: Path) -> None:
     by_hand = ByHand(folder / "checkpoint", NEW)
-    of_trunk = sections(folder, tmp_path)
-    of_trunk["recommend"] = {"sources": {"trunk": 65}, "order": "retrieval", "min_coverage": 0.5}
+    of_shared_encoder = sections(folder, tmp_path)
+    of_shared_encoder["recommend"] = {"sources": {"shared_encoder": 65}, "order": "retrieval", "min_coverage": 0.5}
 
     async def found(client: Client, **more: Any) -> list[int]:
         items: list[int] = (await recommend(client, SEEN, 65, exclude_seen=False, **more))["items"]
         return items
 
-    async with serving(folder, **of_trunk) as (client, _):
+    async with serving(folder, **of_shared_encoder) as (client, _):
         assert set(await found(client)) == set(ITEMS)
         await add(client, NEW)
         assert await found(client) == by_hand.best(SEEN, set())
@@ -224,8 +224,8 @@ async def test_an_item_with_other_features_has_another_row(folder: Path, tmp_pat
         assert second["outcome"] == "miss_full"  # the prefix in memory was made with the other row
         assert second["scores"]["click"] == pytest.approx(want, abs=1e-5)
         assert second["scores"]["click"] != pytest.approx(first["scores"]["click"], abs=1e-3)
-        trunk = await recommend(client, SEEN, 65, order="fitted", exclude_seen=False)
-        assert len(set(trunk["items"])) == len(trunk["items"])
+        shared_encoder = await recommend(client, SEEN, 65, order="fitted", exclude_seen=False)
+        assert len(set(shared_encoder["items"])) == len(shared_encoder["items"])
 
 
 async def test_a_change_that_the_ranker_cannot_follow_changes_nothing(folder: Path, tmp_path: Path) -> None:

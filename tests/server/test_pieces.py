@@ -8,7 +8,7 @@ import time
 import pytest
 
 from npu_gr.core.errors import DeadlineExceeded
-from npu_gr.server.kind_routes import BURST_S, SHARE, Pieces
+from npu_gr.server.kind_routes import BURST_S, SHARE, CooperativeSlices
 
 
 class Clock:
@@ -24,8 +24,8 @@ class Clock:
         self.now_at += seconds
         await asyncio.sleep(0)
 
-    def pieces(self) -> Pieces:
-        return Pieces(self.read, self.read, self.sleep)
+    def pieces(self) -> CooperativeSlices:
+        return CooperativeSlices(self.read, self.read, self.sleep)
 
     def work(self, seconds: float) -> None:
         self.now_at += seconds
@@ -72,7 +72,7 @@ async def test_they_come_first_come_first_served() -> None:
 
 
 async def test_whoever_has_no_time_is_told_and_whoever_leaves_is_forgotten() -> None:
-    pieces = Pieces()
+    pieces = CooperativeSlices()
     await pieces.turn()
     with pieces:
         began_s = time.thread_time()

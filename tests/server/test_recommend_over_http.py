@@ -17,13 +17,13 @@ from aiohttp.test_utils import TestClient
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.engine.queue import Job, JobQueue
-from npu_gr.jobs.cascade_plan import HookContext
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save
+from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.service import Service
+from npu_gr.vector_search.vectors import save
 from tests.decoders import VARIANTS, saved
-from tests.matching.vectors import KNOWN, make_vectors
 from tests.models import events
 from tests.serving import FIRST_ID, columns, make_config, serving
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 Client = TestClient[Any, Any]
 HERE = "tests.server.test_recommend_over_http"

@@ -1,4 +1,4 @@
-"""What the ranker of a cascade does not know: too much of it is refused, the rest is last or dropped, and counted."""
+"""What the ranker of a cascade does not know: too much of it is rejected, the rest is last or dropped, and counted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.names import item_id
-from npu_gr.jobs.cascade_plan import HookContext
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.handlers.cascade_plan import HookContext
+from npu_gr.handlers.service import Service
 from npu_gr.model.weights import Checkpoint, save
+from npu_gr.vector_search.vectors import save as save_vectors
 from tests.decoders import VARIANTS, saved
-from tests.matching.vectors import make_vectors
 from tests.models import tiny_model
 from tests.serving import make_config, serving
+from tests.vector_search.vectors import make_vectors
 
 HERE = "tests.server.test_recommend_unknown_over_http"
 NAMES = {item_id(name): name for name in [f"{kind}-{number:04}" for kind in ("SKU", "NEW") for number in range(100)]}
@@ -202,7 +202,7 @@ async def test_a_ranker_that_knows_nothing_says_so(folder: Path) -> None:
         assert (dropped["items"], dropped["num_unknown"], dropped["degraded"]) == ([], 7, ["rank"])
 
 
-async def test_a_ranker_that_refuses_unknown_candidates_is_not_asked_for_them(folder: Path) -> None:
+async def test_a_ranker_that_rejects_unknown_candidates_is_not_asked_for_them(folder: Path) -> None:
     strict = {"service": {"unknown_items": "refuse"}, **sections(folder, KNOWN + NEW, 200)}
     async with serving(folder, **strict) as (client, _):
         answer = await recommend(client, num_items=200)
@@ -267,12 +267,12 @@ async def test_a_cascade_of_strangers_does_not_start(folder: Path) -> None:
             pass
 
 
-async def test_a_catalogue_of_strangers_is_refused_and_single_items_are_not(folder: Path) -> None:
+async def test_a_catalogue_of_strangers_is_rejected_and_single_items_are_not(folder: Path) -> None:
     async with serving(folder, **sections(folder, KNOWN)) as (client, service):
         served = (await service.catalogue.info()).version
         write_catalogue(folder / "items.jsonl", KNOWN[:40] + list(range(60)))
-        refused = await post(client, "/v1/catalog/reload", 422)
-        assert refused["detail"] == (
+        rejected = await post(client, "/v1/catalog/reload", 422)
+        assert rejected["detail"] == (
             "catalogue: recommend: the ranker knows 40 of the 100 items of generate (40 %); "
             "recommend.min_coverage is 0.9"
         )
@@ -283,22 +283,22 @@ async def test_a_catalogue_of_strangers_is_refused_and_single_items_are_not(fold
         assert (await coverage(client))["generate"] == pytest.approx(20 / 28)
         await post(client, "/v1/catalog/rollback")
         assert await coverage(client) == {"generate": 1.0}
-        await post(client, "/v1/catalog/rollback")  # undone: what was served is never refused
+        await post(client, "/v1/catalog/rollback")  # undone: what was served is never rejected
         assert (await coverage(client))["generate"] == pytest.approx(20 / 28)
         write_catalogue(folder / "items.jsonl", KNOWN[:80] + list(range(20)))
         await post(client, "/v1/catalog/reload")  # too few, and more than now
         assert await coverage(client) == {"generate": 0.8}
 
 
-async def test_vectors_of_strangers_are_refused(folder: Path) -> None:
+async def test_vectors_of_strangers_are_rejected(folder: Path) -> None:
     await write_vectors(folder / "vectors", KNOWN[:40])
     matched: dict[str, Any] = {"match": {"vectors": str(folder / "vectors")}, "recommend": {"sources": {"match": 10}}}
     async with serving(folder, **matched) as (client, service):
         assert await coverage(client) == {"match": 1.0}
         served = (await service.vectors.info()).version
         await write_vectors(folder / "vectors", list(range(40)))
-        refused = await post(client, "/v1/match/reload", 422)
-        assert "knows 0 of the 40 items of match (0 %)" in refused["detail"]
+        rejected = await post(client, "/v1/match/reload", 422)
+        assert "knows 0 of the 40 items of match (0 %)" in rejected["detail"]
         assert (await service.vectors.info()).version == served
         await write_vectors(folder / "vectors", [*KNOWN[:38], 5, 6])
         await post(client, "/v1/match/reload")
@@ -307,7 +307,7 @@ async def test_vectors_of_strangers_are_refused(folder: Path) -> None:
         assert await coverage(client) == {"match": 1.0}
 
 
-async def test_a_ranker_of_strangers_is_refused_at_a_reload(folder: Path, tmp_path: Path) -> None:
+async def test_a_ranker_of_strangers_is_rejected_at_a_reload(folder: Path, tmp_path: Path) -> None:
     write_ranker(tmp_path / "strange", list(range(100)), seed=1)
     write_ranker(tmp_path / "other", [*KNOWN, *NEW], seed=2)
     asked = {"relay": {"t_life_s": 0.2}, **sections(folder, KNOWN)}
@@ -315,14 +315,14 @@ async def test_a_ranker_of_strangers_is_refused_at_a_reload(folder: Path, tmp_pa
     async with serving(folder, read=lambda: make_config(folder, **asked, **now), **asked) as (client, service):
         served = service.versions.ranker().version
         now["checkpoint"] = str(tmp_path / "strange")
-        refused = await post(client, "/v1/models/reload", 422)
-        assert refused["detail"].startswith("reload: recommend: the ranker knows 0 of the 100 items of generate (0 %)")
+        rejected = await post(client, "/v1/models/reload", 422)
+        assert rejected["detail"].startswith("reload: recommend: the ranker knows 0 of the 100 items of generate (0 %)")
         await still(client, service, served)
         now["checkpoint"] = str(tmp_path / "other")
         write_catalogue(folder / "few.jsonl", KNOWN[:10] + list(range(10)))
         asked["generate"] = {**asked["generate"], "catalogue": str(folder / "few.jsonl")}
-        refused = await post(client, "/v1/models/reload", 422)
-        assert "the ranker knows 10 of the 20 items of generate" in refused["detail"]
+        rejected = await post(client, "/v1/models/reload", 422)
+        assert "the ranker knows 10 of the 20 items of generate" in rejected["detail"]
         await still(client, service, served)
         write_catalogue(folder / "few.jsonl", KNOWN[:11] + NEW + [1])  # the old ranker does not know the new ones
         await post(client, "/v1/models/reload")

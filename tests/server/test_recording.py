@@ -13,10 +13,10 @@ import pytest
 from npu_gr.core.errors import Overloaded
 from npu_gr.core.kinds import ERASE, INGEST, KINDS, Kind
 from npu_gr.replay.recorder import RecordConfig, RecordedRequest, Recorder
-from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.fields import UrlParts
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.recording import RecordingService
+from npu_gr.server.schemas import CODECS
+from npu_gr.server.schemas.fields import UrlParts
 from tests.server.examples import EXAMPLES, USER
 from tests.server.fake import FakeNames, FakeService
 

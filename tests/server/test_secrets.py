@@ -14,11 +14,11 @@ import pytest
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.open import open_store
-from npu_gr.features.store import HistoryConfig
+from npu_gr.history_store.open import open_store
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.server.access_log import spans
 from npu_gr.server.config import ServerConfig
-from tests.features.redis_server import redis_path
+from tests.history_store.redis_server import redis_path
 from tests.models import events
 from tests.server.debug.test_routes import unpacked
 from tests.serving import FIRST_ID, columns, serving
@@ -76,9 +76,9 @@ async def test_neither_password_is_seen_while_both_are_used_and_when_the_store_i
             assert (await client.post("/v1/events", json=body)).status == 200
             redis.close()
             for _ in range(3):
-                refused = await client.post("/v1/events", json=body)
-                assert refused.status == 503
-                texts.append(await refused.text())
+                rejected = await client.post("/v1/events", json=body)
+                assert rejected.status == 503
+                texts.append(await rejected.text())
             rank = {"user_id": "v", "candidates": [FIRST_ID]}
             texts.append(await (await client.post("/v1/rank", json=rank)).text())
             shown = await (await client.get("/debug/config")).text()
@@ -96,7 +96,7 @@ async def test_neither_password_is_seen_while_both_are_used_and_when_the_store_i
 @pytest.mark.parametrize(
     "url",
     [
-        f"redis://:{PASSWORD}@127.0.0.1:1/0",  # refused
+        f"redis://:{PASSWORD}@127.0.0.1:1/0",  # rejected
         f"rediss://me:{PASSWORD}@127.0.0.1:1/0",
         f"redis://:{PASSWORD}@nowhere.invalid:1/0",
         f"redis://:12{PASSWORD}/x@127.0.0.1:1/0",  # not encoded: the password ends where a port is looked for
@@ -121,8 +121,8 @@ async def test_a_store_that_cannot_be_reached_is_named_without_its_password(
 
 
 async def test_a_wrong_password_is_an_error_without_it(tmp_path: Path) -> None:
-    refused = pytest.raises(ConfigError, match=r"features\.url: no answer from unix://\*\*\*@")
-    with redis_path(tmp_path, "--requirepass", "another") as path, refused as caught:
+    rejected = pytest.raises(ConfigError, match=r"features\.url: no answer from unix://\*\*\*@")
+    with redis_path(tmp_path, "--requirepass", "another") as path, rejected as caught:
         await open_store(HistoryConfig(kind="redis", url=SecretUrl(f"unix://:{PASSWORD}@{path}")))
     assert not held_by(str(caught.value))
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
 
-from npu_gr.backend.calls import HstuWholeCall
+from npu_gr.backend.calls import FusedForwardCall
 from npu_gr.core.arrays import F32
 from npu_gr.core.errors import DeviceError
 from npu_gr.core.kinds import RANK
@@ -105,7 +105,7 @@ async def test_every_body_format_gives_the_same_answer(tmp_path: Path) -> None:
                 assert np.allclose(np.frombuffer(scores, "<f4"), want["scores"][task], rtol=0, atol=1e-5)
 
 
-async def test_unknown_items_are_counted_or_refused(tmp_path: Path) -> None:
+async def test_unknown_items_are_counted_or_rejected(tmp_path: Path) -> None:
     history = columns(events(30))
     history["items"][4] = 7
     async with serving(tmp_path) as (client, _):
@@ -174,14 +174,14 @@ async def test_a_device_that_fails_with_the_prefix_does_without(
         await asyncio.sleep(0.2)
 
         backend = service.versions.ranker().engine.backend
-        whole = backend.hstu_whole
+        whole = backend.fused_forward
 
-        def fails_with_a_prefix(call: HstuWholeCall) -> F32 | None:
+        def fails_with_a_prefix(call: FusedForwardCall) -> F32 | None:
             if any(segment.num_cached for segment in call.segments):
                 raise RuntimeError("planted")
             return whole(call)
 
-        monkeypatch.setattr(backend, "hstu_whole", fails_with_a_prefix)
+        monkeypatch.setattr(backend, "fused_forward", fails_with_a_prefix)
         answer = await rank(client, history=history)
         assert (answer["outcome"], answer["reason"]) == ("miss_full", "read_failed")
         assert close(answer, want)
@@ -193,17 +193,17 @@ async def test_a_prefix_half_written_by_a_pass_that_failed_is_not_served(
     async with serving(tmp_path) as (client, service):
         history = columns(events(80))
         backend = service.versions.ranker().engine.backend
-        whole = backend.hstu_whole
-        calls = list[HstuWholeCall]()
+        whole = backend.fused_forward
+        calls = list[FusedForwardCall]()
 
-        def fails_once(call: HstuWholeCall) -> F32 | None:
+        def fails_once(call: FusedForwardCall) -> F32 | None:
             calls.append(call)
             found = whole(call)  # its pages are written, whatever comes of it
             if len(calls) == 1:
                 raise DeviceError("planted")
             return found
 
-        monkeypatch.setattr(backend, "hstu_whole", fails_once)
+        monkeypatch.setattr(backend, "fused_forward", fails_once)
         first = await rank(client, history=history)
         assert (first["outcome"], first["reason"]) == ("miss_full", "read_failed")
         pool, _ = service.versions.ranker().relay.tiers
@@ -281,7 +281,7 @@ async def test_a_caller_that_hangs_up_frees_its_slot(tmp_path: Path) -> None:
         assert service.admission.work.admitted == 0
 
 
-async def test_an_inexact_model_is_refused_with_the_cache_on(tmp_path: Path) -> None:
+async def test_an_inexact_model_is_rejected_with_the_cache_on(tmp_path: Path) -> None:
     from npu_gr.core.errors import ConfigError
 
     write_checkpoint(tmp_path / "checkpoint", scaling="runtime")

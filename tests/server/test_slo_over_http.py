@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from npu_gr.core.errors import Overloaded, Refusal, StoreFailed
+from npu_gr.core.errors import Overloaded, Rejection, StoreFailed
 from tests.keys import secret, write_keys
 from tests.metrics.test_rules import RULES, promtool
 from tests.server.examples import EXAMPLES
@@ -150,11 +150,11 @@ async def test_what_the_server_does_wrong_burns_the_budget(tmp_path: Path) -> No
 
 async def test_a_key_over_its_rate_burns_no_budget(tmp_path: Path) -> None:
     async with keyed(tmp_path) as at:
-        at.service.answers[KIND] = Overloaded("the key may send 5 requests a second", reason=Refusal.RATE)
+        at.service.answers[KIND] = Overloaded("the key may send 5 requests a second", reason=Rejection.RATE)
         for _ in range(10):
             assert await ask(at, WHOLE) == 429
         assert counted(at) == {"good": 0, "slow": 0, "failed": 0}
         assert admitted(at, "over_rate") == 10
-        at.service.answers[KIND] = Overloaded("the queue is full", reason=Refusal.QUEUE)
+        at.service.answers[KIND] = Overloaded("the queue is full", reason=Rejection.QUEUE)
         assert await ask(at, WHOLE) == 429
         assert counted(at) == {"good": 0, "slow": 0, "failed": 1}

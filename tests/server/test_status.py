@@ -54,7 +54,7 @@ async def test_tenants_stand_apart(tmp_path: Path) -> None:
     shop, other = status["tenants"].values()
     assert list(status["tenants"]) == ["shop", "café"]
     assert (shop["num"], shop["p99_s"], other["num"]) == (3, 9.0, 1)
-    assert shop["in_time_ratio"] < other["in_time_ratio"] or other["in_time_ratio"] == 0
+    assert shop["within_slo_ratio"] < other["within_slo_ratio"] or other["within_slo_ratio"] == 0
     assert [model["served"]["num"] for model in status["models"]] == [3]
 
 
@@ -162,7 +162,7 @@ async def test_the_page_in_a_browser(tmp_path: Path, browser: Any) -> None:
                 grounds.append(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
             assert grounds[0] != grounds[1]
             errors = [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
-            refused = [text for text in errors if "401" not in text and "403" not in text]
-            assert not [e for e in refused if "favicon" not in e["message"]]
+            rejected = [text for text in errors if "401" not in text and "403" not in text]
+            assert not [e for e in rejected if "favicon" not in e["message"]]
 
         await asyncio.to_thread(pause_and_themes)

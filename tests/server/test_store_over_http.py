@@ -20,7 +20,7 @@ import yaml
 
 from npu_gr.core.history import Events
 from tests.fault_proxy import FaultProxy, Mode
-from tests.features.redis_server import redis_path
+from tests.history_store.redis_server import redis_path
 from tests.models import events
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
 
@@ -46,7 +46,7 @@ async def on_redis(folder: Path, **features: Any) -> AsyncIterator[tuple[Any, Fa
     with redis_path(folder) as path:
         async with FaultProxy(None, None, path=path) as proxy:
             section = {"kind": "redis", "url": f"redis://127.0.0.1:{proxy.port}/0", "timeout_s": 2.0, **features}
-            # an objective that a busy machine keeps too: what is refused is refused because of the store
+            # an objective that a busy machine keeps too: what is rejected is rejected because of the store
             async with serving(folder, features=section, slo={"rank_s": 2.0}) as (client, _):
                 yield client, proxy
 
@@ -73,8 +73,8 @@ async def test_who_brings_the_history_never_notices(mode: Mode, tmp_path: Path) 
             assert body["history"]["fault"] in ("store_slow", "store_busy")
             assert body["history"]["num_tokens"] == 20
         text = await (await client.get("/metrics")).text()
-        refused = text.split('npu_gr_store_calls_total{operation="read",result="refused"} ')[1].split()[0]
-        assert float(refused) >= 20  # the breaker is open: most of them do not even wait for the limit
+        rejected = text.split('npu_gr_store_calls_total{operation="read",result="rejected"} ')[1].split()[0]
+        assert float(rejected) >= 20  # the breaker is open: most of them do not even wait for the limit
         proxy.set("pass")
         async with asyncio.timeout(20):
             while (await rank(client, "known0"))[1]["history"]["source"] != "store":  # noqa: ASYNC110

@@ -110,7 +110,7 @@ async def test_a_delta_is_the_whole_history_and_a_signal_is_a_hit(tmp_path: Path
     ],
     ids=str,
 )
-async def test_a_prompt_that_the_model_does_not_read_is_refused(
+async def test_a_prompt_that_the_model_does_not_read_is_rejected(
     tmp_path_factory: pytest.TempPathFactory, changes: dict[str, Any], message: str
 ) -> None:
     """By a start, and by check-config in the same words."""
@@ -119,8 +119,8 @@ async def test_a_prompt_that_the_model_does_not_read_is_refused(
     if "checkpoint" in changes:
         changes = {"checkpoint": decoder_section(folder)["checkpoint"]}
     config = make_config(folder, checkpoint=None, generate=section(folder, **changes))
-    with pytest.raises(ConfigError, match=message) as refused:
+    with pytest.raises(ConfigError, match=message) as rejected:
         async with instance(config):
             pass
     said = [each.words for each in examine(config) if each.key == "generate.checkpoint"]
-    assert said == [str(refused.value)]
+    assert said == [str(rejected.value)]

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from npu_gr.core.history import UserKey
-from npu_gr.jobs.service import Service
-from npu_gr.matching.vectors import save
+from npu_gr.handlers.service import Service
 from npu_gr.replay.files import read
+from npu_gr.vector_search.vectors import save
 from tests.fault_proxy import FaultProxy
-from tests.features.redis_server import redis_path
+from tests.history_store.redis_server import redis_path
 from tests.keys import bearer, entry, write_keys
-from tests.matching.vectors import make_vectors
 from tests.models import events
 from tests.serving import FIRST_ID, columns, encoded, serving
+from tests.vector_search.vectors import make_vectors
 
 CANDIDATES = list(range(FIRST_ID, FIRST_ID + 20))
 HISTORY = columns(events(20))

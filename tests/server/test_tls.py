@@ -113,7 +113,7 @@ async def test_who_has_no_certificate_gets_nothing_where_they_are_asked_for(auth
         assert await status(one.url, authority.client(authority.issue("router"))) == 200
 
 
-async def test_without_tls_there_is_no_gauge_and_a_wrong_file_is_refused(tmp_path: Path) -> None:
+async def test_without_tls_there_is_no_gauge_and_a_wrong_file_is_rejected(tmp_path: Path) -> None:
     metrics = metrics_of_all_kinds()
     build_web_app(FakeService({}), ServerConfig(), metrics)
     assert "npu_gr_tls_certificate_expires_at_seconds{" not in generate_latest(metrics.registry).decode()

@@ -1,4 +1,4 @@
-"""A configuration is right or it is refused, with the field, the limit and a hint."""
+"""A configuration is right or it is rejected, with the field, the limit and a hint."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_ships_loads(path: Path) -> None:
         ("checkpoint: x\ncheckpoint: y", "line 2: key 'checkpoint' is given twice"),
         ("backend: cpu", "set `checkpoint` .ranker. or a `generate:` section"),
         ("checkpoint: x\nserver: {host: 0.0.0.0}", "server: host: 0.0.0.0 is not loopback: set api_keys_file"),
-        ("checkpoint: x\nservice: {unknown_items: drop}", "unknown_items: 'drop' is none of ignore, refuse"),
+        ("checkpoint: x\nservice: {unknown_items: drop}", "unknown_items: 'drop' is none of ignore, reject"),
         ("[1, 2]", "got list"),
         ("a: [", "not YAML"),
     ],

@@ -25,7 +25,7 @@ from npu_gr.engine.queue import JobOrder
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.app import run
 from npu_gr.service.config import Config
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 from tests.models import Request, full, tiny_model
 from tests.serving import FIRST_ACTION, FIRST_ID, make_config, serving, write_checkpoint
 
@@ -127,7 +127,7 @@ async def gone(client: TestClient[Any, Any]) -> list[dict[str, Any]]:
 async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_path: Path) -> None:
     file = File(tmp_path)
     old, new = file.add("old", 1), file.add("new", 2)
-    slo = {"rank_s": 5.0, "signal_s": 5.0}  # nobody is refused
+    slo = {"rank_s": 5.0, "signal_s": 5.0}  # nobody is rejected
     file.use("old", slo=slo)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
         traffic = Traffic(client, {old: 1, new: 2})
@@ -174,7 +174,7 @@ async def test_no_request_fails_and_every_answer_is_of_the_version_it_names(tmp_
         ({"checkpoint": None, "threads": 2}, "must serve at least one model"),
     ],
 )
-async def test_what_cannot_change_is_refused_by_name(tmp_path: Path, sections: dict[str, Any], word: str) -> None:
+async def test_what_cannot_change_is_rejected_by_name(tmp_path: Path, sections: dict[str, Any], word: str) -> None:
     file = File(tmp_path)
     version = write_checkpoint(tmp_path / "checkpoint")
     async with serving(tmp_path, read=file.read) as (client, _):
@@ -204,7 +204,7 @@ async def test_another_layout_or_a_failed_self_test_leaves_the_old_one(
         async def broken(*_: object) -> float:
             raise DeviceError("self-test: scores differ")
 
-        monkeypatch.setattr("npu_gr.service.prove.parity", broken)
+        monkeypatch.setattr("npu_gr.service.warmup.parity", broken)
         file.use("new")
         erased = pool.on_erased
         async with client.post("/v1/models/reload") as response:

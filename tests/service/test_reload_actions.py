@@ -50,7 +50,7 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "is_refused"),
+    ("old", "new", "is_rejected"),
     [
         ("", "", False),
         ("", "a", False),
@@ -61,15 +61,15 @@ async def test_actions_grow_at_their_end_and_nowhere_else(tmp_path: Path) -> Non
         ("ab", "cab", True),
     ],
 )
-def test_the_new_ones_begin_with_the_old_ones(old: str, new: str, is_refused: bool) -> None:
-    if is_refused:
+def test_the_new_ones_begin_with_the_old_ones(old: str, new: str, is_rejected: bool) -> None:
+    if is_rejected:
         with pytest.raises(ConfigError, match=r"has other actions: action \d is '.' there, and "):
             check_actions(old, new)
     else:
         check_actions(old, new)
 
 
-async def test_a_start_on_a_store_of_other_actions_is_refused(tmp_path: Path) -> None:
+async def test_a_start_on_a_store_of_other_actions_is_rejected(tmp_path: Path) -> None:
     for seed, name, actions in ((1, "old", "abc"), (2, "other", "acb"), (3, "fewer", "a"), (4, "more", "abcd")):
         write_ranker(tmp_path / name, seed, *actions)
 
@@ -112,7 +112,7 @@ async def test_a_start_on_a_store_of_other_actions_is_refused(tmp_path: Path) ->
         await append(client, 2)
 
 
-async def test_an_append_under_other_names_is_refused(tmp_path: Path) -> None:
+async def test_an_append_under_other_names_is_rejected(tmp_path: Path) -> None:
     """Two instances began on one empty store; the first append decides."""
     write_ranker(tmp_path / "ranker", 1, "view", "buy")
     async with serving(tmp_path, checkpoint=str(tmp_path / "ranker")) as (_, service):

@@ -12,7 +12,7 @@ import pytest
 
 from npu_gr.service.config import Config
 from tests.decoders import VARIANTS, saved
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 from tests.server.test_generate_over_http import HISTORY, Client, generate, section, write_catalogue
 from tests.service.test_reload import File, gone
 from tests.serving import make_config, serving
@@ -80,8 +80,8 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
         await asyncio.gather(*asking)
         assert set(seen) == {old["model_version"], service.versions.generator().version}
         assert len(set(map(tuple, want.values()))) == 2
-        refused = await generate(client, status=404, model_version=old["model_version"])
-        assert old["model_version"] in refused["detail"]
+        rejected = await generate(client, status=404, model_version=old["model_version"])
+        assert old["model_version"] in rejected["detail"]
         hit = await generate(client, num_items=20)
         assert hit["items"] == want[service.versions.generator().version]
         await service.versions.generator().relay.settled()

@@ -26,7 +26,7 @@ def test_a_serving_process_loads_no_trainer_no_player_no_bench() -> None:
     code = "import sys, npu_gr.service.app; print(*(m for m in sys.modules if m.startswith('npu_gr.')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert "npu_gr.jobs.service" in loaded
+    assert "npu_gr.handlers.service" in loaded
     foreign = ("train", "bench", "tools", "simulate", "cli", "router", "fleet")
     assert not [name for name in loaded if name.split(".")[1] in foreign]
     assert not [name for name in loaded if name.split(".")[-1] in ("player", "plan", "timer", "interactions")]
@@ -66,7 +66,7 @@ async def test_a_kind_that_is_not_configured_is_not_found(tmp_path: Path) -> Non
                 await service.serve(kind, request, 1.0)
 
 
-async def test_an_erasure_is_never_refused_for_load(tmp_path: Path) -> None:
+async def test_an_erasure_is_never_rejected_for_load(tmp_path: Path) -> None:
     history = HistoryRef(events=Events.make(CANDIDATES, [0] * 4, [1] * 4))
     rank = RankRequest(user=USER, candidates=CANDIDATES, history=history)
     async with serving(tmp_path, admission={"max_inflight": 1}) as (_, service):

@@ -27,11 +27,11 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import ERASE
 from npu_gr.core.logs import QueuedHandler
 from npu_gr.core.request import EraseRequest
-from npu_gr.engine.kv.arena import KVArena
+from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.rank_engine import RankEngine
-from npu_gr.jobs.service import Service
+from npu_gr.handlers.service import Service
 from tests.decoders import VARIANTS, saved
-from tests.engine.kv.invariants import check_dram, check_pool
+from tests.engine.kv_cache.invariants import check_dram, check_pool
 from tests.models import Request, full, tiny_model
 from tests.server.test_generate_over_http import section
 from tests.service.test_reload import File, history

@@ -11,7 +11,7 @@ import pytest
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.core.settings import from_table
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.metrics.slo import Result
 from npu_gr.relay.brownout import BrownoutConfig
@@ -28,7 +28,7 @@ from npu_gr.simulate.config import (
 from npu_gr.simulate.device import SimulatedPrefix
 from npu_gr.simulate.fleet import Fleet, FleetResult, search, simulate
 from npu_gr.simulate.users import TrafficRequest, signals_and_ranks, visits
-from tests.engine.kv.invariants import check_dram, check_pool
+from tests.engine.kv_cache.invariants import check_dram, check_pool
 
 TOKEN_BYTES = 64
 DEVICE = DeviceProfile(a0_s=0.001, a1_s=1e-5, b0_s=1e-5, b1_s=0.0, kv_token_bytes=TOKEN_BYTES)

@@ -17,7 +17,7 @@ import pytest
 
 from npu_gr.core.kinds import RANK, SIGNAL
 from npu_gr.core.request import Outcome, Verdict
-from npu_gr.engine.kv.config import KVConfig
+from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.relay.brownout import BrownoutConfig
 from npu_gr.relay.config import TriggerConfig
 from npu_gr.server.admission.controller import AdmissionConfig
@@ -25,7 +25,7 @@ from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import SimulatedInstance
 from npu_gr.simulate.users import TrafficRequest
-from tests.engine.kv.invariants import check_pool
+from tests.engine.kv_cache.invariants import check_pool
 
 TOKENS = 800
 TOKEN_BYTES = 8192

@@ -33,7 +33,7 @@ from npu_gr.backend.choose import choose
 from npu_gr.core.history import Events
 from npu_gr.core.request import Outcome
 from npu_gr.core.settings import from_table
-from npu_gr.engine.kv.pages import KVLayout
+from npu_gr.engine.kv_cache.pages import KVLayout
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.replay.plan import ReplayOptions
 from npu_gr.route.placement import How
@@ -136,7 +136,7 @@ async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, fl
                 "checkpoint": str(folder / "checkpoint"),
                 "features": {"kind": "none"},
                 "service": {"selfcheck_ratio": 0.0},
-                "admission": {"enabled": False},  # nothing is refused, here and there
+                "admission": {"enabled": False},  # nothing is rejected, here and there
                 "slo": {"rank_s": SLO_S},
                 "server": {"port": ports[number], "admin_port": 0, "log_requests": "slow", "drain_grace_s": 0.1},
                 **SECTIONS,

@@ -1,4 +1,4 @@
-"""What a configuration names is opened before a start does it, and what a start would refuse is told in words."""
+"""What a configuration names is opened before a start does it, and what a start would reject is told in words."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_what_a_start_takes_is_well(tmp_path: Path, checkpoint: Path, authority:
         ({"match": {"vectors": "/nowhere"}}, "match.vectors", "/nowhere"),
     ],
 )
-def test_what_a_start_refuses_is_told(tmp_path: Path, sections: dict[str, Any], key: str, words: str) -> None:
+def test_what_a_start_rejects_is_told(tmp_path: Path, sections: dict[str, Any], key: str, words: str) -> None:
     found = examined(tmp_path, **sections)
     assert found[key].state is OpenedState.BROKEN
     assert words in found[key].words

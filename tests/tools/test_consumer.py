@@ -18,12 +18,12 @@ from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessa
 from npu_gr.core.feature_schema.encode import hash_names
 from npu_gr.core.history import UserKey, Write, Written
 from npu_gr.core.names import item_id
-from npu_gr.features.open import open_store
-from npu_gr.features.store import HistoryConfig, HistoryStore
-from npu_gr.tools import consume as module
-from npu_gr.tools.consume import MOST_OF_USER, ConsumeConfig, EventConsumer
+from npu_gr.history_store.open import open_store
+from npu_gr.history_store.store import HistoryConfig, HistoryStore
+from npu_gr.tools import kafka_ingest as module
 from npu_gr.tools.consume_message import Fields
 from npu_gr.tools.ingest import EventModel, Target
+from npu_gr.tools.kafka_ingest import MOST_OF_USER, ConsumeConfig, EventConsumer
 from tests.features_of import every_feature
 
 ACTIONS = ("view", "purchase")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from npu_gr.catalogue.names import EMPTY
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.report import Latencies, Report
 from npu_gr.tools.demo import longest_users, sum_up
-from npu_gr.tools.judge import ServiceEvaluation
+from npu_gr.tools.evaluate import ServiceEvaluation
 from npu_gr.train.site.report import SiteReport
 from tests.replay.test_report import report
 

@@ -196,7 +196,7 @@ def test_files_that_are_read_and_addresses_of_every_kind_are_looked_at(tmp_path:
     found = instance(
         tmp_path,
         checkpoint=str(tmp_path / "model"),
-        recommend={"popular": str(tmp_path / "popular.txt"), "sources": {"trunk": 9}},
+        recommend={"popular": str(tmp_path / "popular.txt"), "sources": {"shared_encoder": 9}},
         server={"log_user_key_file": str(tmp_path / "user.key"), "grpc_port": 8083, "agent_port": 8082},
     )
     assert of(found, "checkpoint").openness is Openness.CLOSED

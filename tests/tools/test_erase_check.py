@@ -20,11 +20,10 @@ from click.testing import CliRunner
 from npu_gr.cli.main import main
 from npu_gr.core.history import UserKey
 from npu_gr.core.secret import SecretUrl
-from npu_gr.features.embedded import EmbeddedStore
-from npu_gr.features.redis import RedisStore
-from npu_gr.features.store import HistoryConfig
-from npu_gr.jobs.histories import KnownHistory
-from npu_gr.matching.vectors import save
+from npu_gr.handlers.histories import KnownHistory
+from npu_gr.history_store.embedded import EmbeddedStore
+from npu_gr.history_store.redis import RedisStore
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.replay import erased
 from npu_gr.replay.erased import recorded_as
 from npu_gr.replay.purge import purge
@@ -32,11 +31,12 @@ from npu_gr.replay.recorder import RecordConfig, Recorder
 from npu_gr.server.access_log import hash_of
 from npu_gr.tools import erase_check
 from npu_gr.tools.erase_check import exit_code, search_memory
-from tests.features.redis_server import redis_path
-from tests.matching.vectors import KNOWN, make_vectors
+from npu_gr.vector_search.vectors import save
+from tests.history_store.redis_server import redis_path
 from tests.models import events
 from tests.replay.test_recorder import over
 from tests.serving import serving
+from tests.vector_search.vectors import KNOWN, make_vectors
 
 USER = UserKey("t", "anna")
 

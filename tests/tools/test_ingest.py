@@ -15,8 +15,8 @@ from npu_gr.core.errors import ConfigError, NpuGrError, Unavailable
 from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events, Mode, UserKey, Write
 from npu_gr.core.tls import ServerTlsConfig
-from npu_gr.server.codec.ingest import INGEST_BYTES, IngestBody, UserEvents
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas.ingest import INGEST_BYTES, IngestBody, UserEvents
 from npu_gr.tools import ingest
 from npu_gr.tools.ingest import ServiceWriter, url_of
 from tests.client.scripted import Answer, answer, problem, scripted
@@ -66,7 +66,7 @@ async def test_an_answer_of_other_users_is_none(num: int) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"detail": "\xff"}', DEEP, b"no JSON", b"[]", b"{}"])
-async def test_a_refusal_in_any_form_is_an_error_of_ours(body: bytes) -> None:
+async def test_a_rejection_in_any_form_is_an_error_of_ours(body: bytes) -> None:
     async with writing(answer(body, 418)) as writer:
         with pytest.raises(NpuGrError, match="status 418"):
             await writer.model()

@@ -54,8 +54,8 @@ def test_make_says_so_before_it_installs_anything(tmp_path: Path) -> None:
 def test_make_goes_on_with_what_is_needed_and_without_grafana(tmp_path: Path, is_taken: bool) -> None:
     (tmp_path / "prometheus").write_text("#!/bin/sh\n")
     # a Python whose port 9090 is in use, or not, whatever this machine's is
-    refuses = 'case "$2" in *9090*) exit 1;; esac' if is_taken else ""
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{refuses}\n")
+    rejects = 'case "$2" in *9090*) exit 1;; esac' if is_taken else ""
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{rejects}\n")
     (tmp_path / "docker").write_text("#!/bin/sh\n")
     for program in tmp_path.iterdir():
         program.chmod(0o755)

@@ -140,7 +140,7 @@ def check_answers(site: Path, titles: set[str]) -> None:
         assert set(answer["titles"]) <= titles
     assert known["history"]["source"] == "store"
     assert known["history"]["num_tokens"] > 5
-    assert set(cold["origins"]) <= {"trunk", "popular", "match"}
+    assert set(cold["origins"]) <= {"shared_encoder", "popular", "match"}
     assert told["num_events"] == 1
     assert cold_again["history"]["num_tokens"] == 1
     assert calls[-1][1]["history"]["items"][-1] == NEW_ITEM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 
 NUM_ITEMS = 30
 

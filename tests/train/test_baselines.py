@@ -7,7 +7,7 @@ import pytest
 
 from npu_gr.train.baselines import DecayedTransitions, fit_baselines
 from npu_gr.train.data import InteractionLog, build_log
-from npu_gr.train.judge import HeldOut, Judge, unique_edges
+from npu_gr.train.evaluate import Evaluator, HeldOut, unique_edges
 from npu_gr.train.linear import Candidate, tune
 from npu_gr.train.next_item import baseline_figures
 from tests.train.synthetic import planted
@@ -21,10 +21,10 @@ def log() -> InteractionLog:
 
 
 def test_all_are_fitted_and_those_that_know_the_order_find_the_planted_rule(log: InteractionLog) -> None:
-    baselines, left_out = fit_baselines(log, "leave-one-out", 0)
+    baselines, skipped = fit_baselines(log, "leave-one-out", 0)
     found = {b.name: baseline_figures(log, log.next_items(), b).hr_at_10 for b in baselines}
     assert list(found) == NAMES
-    assert left_out == ()
+    assert skipped == ()
     assert found["decayed transitions"] > 0.9
     assert all(value > 0 for value in found.values())
 
@@ -80,10 +80,10 @@ def test_the_better_candidate_is_chosen_with_popularity_where_it_helps() -> None
     degrees = np.ones(300, np.int64)
     good = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     good[torch.arange(50), torch.from_numpy(goals)] += 2
-    judge = Judge.make(HeldOut(np.arange(50), goals), unique_edges(np.zeros(0, int), np.zeros(0, int), 50, 300))
+    evaluate = Evaluator.make(HeldOut(np.arange(50), goals), unique_edges(np.zeros(0, int), np.zeros(0, int), 50, 300))
     candidates = [Candidate("chance", lambda: Fixed(torch.rand(50, 300))), Candidate("good", lambda: Fixed(good))]
-    assert tune(candidates, degrees, judge).name == "good"
+    assert tune(candidates, degrees, evaluate).name == "good"
     degrees[goals] = 50
-    chosen = tune(candidates[:1], degrees, judge)
+    chosen = tune(candidates[:1], degrees, evaluate)
     assert chosen.weight > 0 or chosen.exponent > 0
     assert chosen.validation > 0.5

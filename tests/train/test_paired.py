@@ -55,7 +55,7 @@ def test_where_most_next_items_are_repeats_all_items_are_judged() -> None:
         assert found is not None
         assert found.baseline == strongest
         assert found.is_better is (of_what == "unseen items")
-        assert f"judged by {of_what}: {repeats:.0%} of the next items are repeats" in found.text()
+        assert f"evaluated by {of_what}: {repeats:.0%} of the next items are repeats" in found.text()
         assert found.as_dict()["grounds"] == found.grounds
         assert "are too good by these" in found.grounds
         assert next(iter(found.differences)).endswith("unseen") is (of_what == "unseen items")

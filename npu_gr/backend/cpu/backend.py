@@ -13,14 +13,14 @@ from npu_gr.backend.base import Arrangement
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
+    BlendSums,
+    BlendTables,
     Choices,
     Continuations,
+    FusedForwardCall,
     HstuCall,
     HstuFindCall,
     HstuFound,
-    HstuWholeCall,
-    OrderSums,
-    OrderTables,
     TopkCall,
 )
 from npu_gr.backend.cpu.beams import NativeBeams, NativeTopk
@@ -95,7 +95,7 @@ class CPUBackend(TorchOps):
             return self._items.products(query, items, rows)
         return super().item_products(query, items, rows)
 
-    def order_sums(self, tables: OrderTables) -> OrderSums | None:
+    def blend_sums(self, tables: BlendTables) -> BlendSums | None:
         """Sum by the native kernel."""
         return NativeOrder(self.native, tables) if self.native else None
 
@@ -121,7 +121,7 @@ class CPUBackend(TorchOps):
             return self._affine(x, layer, first, last, is_silu)
         return super().affine(x, layer, first, last, is_silu)
 
-    def hstu_whole(self, call: HstuWholeCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    def fused_forward(self, call: FusedForwardCall) -> np.ndarray[Any, np.dtype[np.float32]] | None:
         """Compute a pass in one call, where pages, if there are any, hold tiles of the model's dtype."""
         return self._pass(call) if self._hstu and call.dtype in ELEMENT else None
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.calls import HstuFindCall, HstuFound, HstuHead, HstuSegment, HstuWeights, HstuWholeCall
+from npu_gr.backend.calls import FusedForwardCall, HstuFindCall, HstuFound, HstuHead, HstuSegment, HstuWeights
 from npu_gr.backend.cpu.hstu import AffineKernel, HstuKernels
 from npu_gr.backend.cpu.items import ItemsJob
 from npu_gr.backend.cpu.library import ELEMENT, Native, address
@@ -129,7 +129,7 @@ def checked(found: int) -> int:
 
 
 class HstuPassKernel:
-    """Compute `Backend.hstu_whole` for fp32 and bf16. Any thread may call."""
+    """Compute `Backend.fused_forward` for fp32 and bf16. Any thread may call."""
 
     def __init__(self, native: Native, hstu: HstuKernels, affine: AffineKernel) -> None:
         self._size = native.kernels.hstu_pass_bytes
@@ -138,7 +138,7 @@ class HstuPassKernel:
         self._affine = affine
         self._described: WeakKeyDictionary[nn.Module, _Described] = WeakKeyDictionary()
 
-    def __call__(self, call: HstuWholeCall) -> npt.NDArray[np.float32] | None:
+    def __call__(self, call: FusedForwardCall) -> npt.NDArray[np.float32] | None:
         ready = self.prepared(call)
         if ready is None:
             return None
@@ -150,7 +150,7 @@ class HstuPassKernel:
         self.run(byref(native))
         return out
 
-    def prepared(self, call: HstuWholeCall) -> PreparedPass | None:
+    def prepared(self, call: FusedForwardCall) -> PreparedPass | None:
         """Describe a call but for its head and what it writes to; None = the kernels do not take it."""
         parts: list[Any] = []
         num_candidates = 0

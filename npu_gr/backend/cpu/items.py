@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import OrderCall, OrderTables
+from npu_gr.backend.calls import BlendCall, BlendTables
 from npu_gr.backend.cpu.library import Native, address
 
 
@@ -101,13 +101,13 @@ class _Job(Structure):
 
 
 class NativeOrder:
-    """Compute what `Backend.order_sums` prepares. Any thread may call."""
+    """Compute what `Backend.blend_sums` prepares. Any thread may call."""
 
-    def __init__(self, native: Native, tables: OrderTables) -> None:
+    def __init__(self, native: Native, tables: BlendTables) -> None:
         """Point at the tables, which stay as they are."""
         self._kernels = native.kernels
         self._room = _Room()
-        self._held = held = OrderTables(
+        self._held = held = BlendTables(
             np.ascontiguousarray(tables.successors),
             np.ascontiguousarray(tables.log_prob),
             np.ascontiguousarray(tables.rest),
@@ -128,7 +128,7 @@ class NativeOrder:
             )
         )  # fmt: skip
 
-    def __call__(self, call: OrderCall) -> npt.NDArray[np.float32]:
+    def __call__(self, call: BlendCall) -> npt.NDArray[np.float32]:
         """Sum the terms of each candidate: float32 [c]."""
         num_recent, count = len(call.recent), len(call.candidates)
         if max(call.num_followed, call.num_liked) > num_recent:
@@ -146,7 +146,7 @@ class NativeOrder:
         job.num_followed, job.num_liked = call.num_followed, call.num_liked
         job.tables, job.sums = self._tables, room.terms_at
         room.hold_workspace(self._kernels.order_bytes(byref(job)))
-        self._kernels.order_sums(byref(job))
+        self._kernels.blend_sums(byref(job))
         return room.terms[:count].copy()
 
     def alike(self, liked: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -131,7 +131,7 @@ class Table(ctypes.Structure):
         ("best_items", CFUNCTYPE(None, c_void_p)),
         ("item_products", CFUNCTYPE(c_int64, c_void_p)),
         ("order_bytes", CFUNCTYPE(c_int64, c_void_p)),
-        ("order_sums", CFUNCTYPE(None, c_void_p)),
+        ("blend_sums", CFUNCTYPE(None, c_void_p)),
         ("neighbour_sums", CFUNCTYPE(None, c_void_p, c_void_p)),
     ]
 

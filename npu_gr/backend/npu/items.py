@@ -3,7 +3,7 @@
 Pairs that must not be found are bits: all set, but for the words that have such a pair. The host makes those words and
 uploads them; the device writes them into a block's bits, one word a (query, 32 items).
 
-Model (ops/ascendc's counts on the twin, published vendor figures): 1 M scores, k = 100: 12 us, of which 5 are the merge
+Model (ops/ascendc's counts on the emulator, published vendor figures): 1 M scores, k = 100: 12 us, of which 5 are the merge
 of the cores' lists, against 58 us of the vendor's topk, which knows neither bits nor an order of equal scores.
 """
 

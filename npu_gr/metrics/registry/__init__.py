@@ -24,7 +24,7 @@ from npu_gr.metrics.registry.jobs import (
     RelayMetrics,
     SignalMetrics,
 )
-from npu_gr.metrics.registry.process import DoorMetrics, KeyMetrics, ProcessMetrics, ReloadMetrics
+from npu_gr.metrics.registry.process import AdmissionMetrics, KeyMetrics, ProcessMetrics, ReloadMetrics
 from npu_gr.metrics.registry.requests import EngineMetrics, RankMetrics, RequestMetrics
 from npu_gr.metrics.registry.store import ErasureMetrics, SourceMetrics, StoreMetrics
 from npu_gr.metrics.slo import Objective
@@ -52,7 +52,7 @@ class Metrics:
         self.match = MatchMetrics(make)
         self.recommend = RecommendMetrics(make)
         self.relay = RelayMetrics(make)
-        self.door = DoorMetrics(make)
+        self.door = AdmissionMetrics(make)
         self.engine = EngineMetrics(make)
         self.keys = KeyMetrics(make)
         self.erasures = ErasureMetrics(make)

@@ -145,7 +145,7 @@ class RelayMetrics:
         self._bytes = make.gauge("kv_bytes", "Bytes of a memory tier by state.", ("tier", "state"))
         self._budget = make.gauge("kv_budget_bytes", "Bytes a memory tier may hold.", ("tier",))
         self._entries = make.gauge("kv_entries", "Prefixes that a memory tier holds.", ("tier",))
-        self._producers = make.gauge("producers_in_flight", "Prefixes on their way into a tier.", ("kind", "work"))
+        self._producers = make.gauge("prefills_in_flight", "Prefixes on their way into a tier.", ("kind", "work"))
         self._t_life_s = make.gauge("t_life_seconds", "How long a produced prefix waits for its rank: T_life.")
         self._t_life_p99_s = make.gauge(
             "t_life_p99_seconds", "From a signal to the end of its rank, measured.", ("kind",)

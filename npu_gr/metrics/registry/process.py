@@ -1,6 +1,6 @@
 """The process: admission, its event loop, its limits, what it runs, its reloads, its keys, its recorder.
 
-A refused reload leaves what served before in service, so nothing else shows it: an operator would believe that the new
+A rejected reload leaves what served before in service, so nothing else shows it: an operator would believe that the new
 checkpoint serves.
 """
 
@@ -105,7 +105,7 @@ class ReloadMetrics:
         """
         self._clock = clock
         self._successful = make.gauge(
-            "last_reload_successful", "1 if the last reload took effect, 0 if it was refused.", ("what",)
+            "last_reload_successful", "1 if the last reload took effect, 0 if it was rejected.", ("what",)
         )
         self._success_at = make.gauge(
             "last_reload_success_timestamp_seconds", "When what serves now was loaded, in unix seconds.", ("what",)
@@ -128,10 +128,10 @@ class ReloadMetrics:
 
 
 class KeyMetrics:
-    """Refusals by reason, and gauges that are read when they are scraped."""
+    """Rejections by reason, and gauges that are read when they are scraped."""
 
     def __init__(self, make: Families) -> None:
-        self._refused = make.counter("api_keys_refused_total", "Requests refused for their API key.", ("reason",))
+        self._rejected = make.counter("api_keys_rejected_total", "Requests rejected for their API key.", ("reason",))
         self._in_force = make.gauge("api_keys", "API keys in force; expired ones are not.")
         self._is_stale = make.gauge("api_keys_file_stale", "1 while the key file cannot be used: older keys hold.")
 
@@ -144,13 +144,13 @@ class KeyMetrics:
             is_stale: whether the file cannot be used.
         """
         for reason in reasons:
-            self._refused.labels(reason)
+            self._rejected.labels(reason)
         self._in_force.set_function(in_force)
         self._is_stale.set_function(is_stale)
 
-    def refused(self, reason: str) -> None:
+    def rejected(self, reason: str) -> None:
         """Count a request."""
-        self._refused.labels(reason).inc()
+        self._rejected.labels(reason).inc()
 
 
 @contextmanager
@@ -184,32 +184,32 @@ def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[],
 PLACES = ("waiting", "inside", "outside")
 
 
-class ObservedDoor(Protocol):
+class ObservedAdmission(Protocol):
     """What can be read of a door."""
 
     def counts(self, kind: str) -> dict[str, int]:
         """Requests of a kind by where they are: `PLACES`."""
 
-    def pace_s(self, kind: str) -> float:
+    def service_time_s(self, kind: str) -> float:
         """Seconds a request of a kind."""
 
     def window(self, kind: str) -> int:
         """Requests of a kind that may be inside where there are no others."""
 
 
-class DoorMetrics:
+class AdmissionMetrics:
     """Gauges that are read when they are scraped."""
 
     def __init__(self, make: Families) -> None:
-        self._requests = make.gauge("door_requests", "Requests at the door now.", ("kind", "place"))
-        self._pace_s = make.gauge("door_pace_seconds", "Seconds a request, learnt from departures.", ("kind",))
-        self._window = make.gauge("door_window_requests", "Requests of the kind that may be inside.", ("kind",))
+        self._requests = make.gauge("admission_requests", "Requests at the door now.", ("kind", "place"))
+        self._pace_s = make.gauge("admission_service_time_seconds", "Seconds a request, learnt from departures.", ("kind",))
+        self._window = make.gauge("admission_concurrency_limit", "Requests of the kind that may be inside.", ("kind",))
         self._paused = make.gauge("rejections_paused", "Rejections that wait, so that clients who retry are paced.")
         self._receiving = make.gauge("receiving_bytes", "Bodies that have arrived and are not answered.")
 
     def observe(
         self,
-        door: ObservedDoor,
+        door: ObservedAdmission,
         paused: Callable[[], int],
         receiving_bytes: Callable[[], int],
     ) -> None:
@@ -223,11 +223,11 @@ class DoorMetrics:
         for kind in KINDS:
             for place in PLACES:
                 self._requests.labels(kind, place).set_function(partial(_count, door, kind, place))
-            self._pace_s.labels(kind).set_function(partial(door.pace_s, kind))
+            self._pace_s.labels(kind).set_function(partial(door.service_time_s, kind))
             self._window.labels(kind).set_function(partial(door.window, kind))
         self._paused.set_function(paused)
         self._receiving.set_function(receiving_bytes)
 
 
-def _count(door: ObservedDoor, kind: str, place: str) -> int:
+def _count(door: ObservedAdmission, kind: str, place: str) -> int:
     return door.counts(kind)[place]

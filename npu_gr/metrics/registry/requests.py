@@ -1,7 +1,7 @@
 """What is counted while a request is served: of every kind, of ranks, and of the passes of the device.
 
-Latency histograms hold answered requests only: a refusal in .2 ms is no fast answer, and a panel must not improve while
-requests are refused. What was not answered is counted apart, by what became of it.
+Latency histograms hold answered requests only: a rejection in .2 ms is no fast answer, and a panel must not improve while
+requests are rejected. What was not answered is counted apart, by what became of it.
 
 Each latency histogram has a bucket edge on the kind's objective, so SLO attainment is an exact ratio of counters.
 Exemplars of `npu_gr_request_duration_seconds` name the trace of a request in that bucket.
@@ -16,16 +16,16 @@ from typing import Any, cast
 
 from prometheus_client import Counter, Histogram
 
-from npu_gr.core.errors import Refusal
+from npu_gr.core.errors import Rejection
 from npu_gr.core.feature_schema.schema import OFS
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.kinds import KINDS, MATCH, Kind
 from npu_gr.core.logs import exemplar
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome, RankAnswer
 from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
-from npu_gr.metrics.slo import Counts, Objective, Promise, RecentAnswers, Result, Rolling, is_promised, judge
+from npu_gr.metrics.slo import Counts, Objective, Promise, RecentAnswers, Result, Rolling, evaluate, is_promised
 
-JUDGED = "slo_requests_total"
+EVALUATED = "slo_requests_total"
 DOOR = "door"  # the stage that HTTP adds: reading, parsing and writing
 WINDOWS_S = {"5m": 300.0, "1h": 3600.0}
 ABANDONED = 499  # the status of a request whose caller hung up, as nginx counts them
@@ -35,7 +35,7 @@ class AdmissionResult(StrEnum):
     """What became of a request at the door; the value of the `verdict` metric label."""
 
     ADMITTED = "admitted"
-    OVERLOADED = "overloaded"  # 429: admission control or the device's queue refused it
+    OVERLOADED = "overloaded"  # 429: admission control or the device's queue rejected it
     UNAVAILABLE = "unavailable"  # 503: starting, draining, or a dependency is down
     OUT_OF_TIME = "out_of_time"  # 504
     IMPOSSIBLE = "impossible"  # 429 or 504, and its caller granted less time than anything is promised for
@@ -52,7 +52,7 @@ class AdmissionResult(StrEnum):
         return _RESULTS.get(status, cls.INVALID if status < 500 else cls.BROKEN)
 
 
-_CALLERS = (Refusal.RATE, Refusal.SHARE)  # the caller sends more than is its due, so nobody failed it
+_CALLERS = (Rejection.RATE, Rejection.SHARE)  # the caller sends more than is its due, so nobody failed it
 _RESULTS = {
     429: AdmissionResult.OVERLOADED,
     ABANDONED: AdmissionResult.ABANDONED,
@@ -85,13 +85,13 @@ class RequestMetrics:
             "admissions_total", "Requests by what became of them at the door.", ("kind", "verdict")
         )
         self._admissions = {(kind, v): admissions.labels(kind, v.value) for kind in KINDS for v in AdmissionResult}
-        refusals = make.counter("refusals_total", "Requests refused for load (429), by reason.", ("kind", "reason"))
-        self._refusals = {(kind, r): refusals.labels(kind, r.value) for kind in KINDS for r in Refusal}
+        rejections = make.counter("rejections_total", "Requests rejected for load (429), by reason.", ("kind", "reason"))
+        self._rejections = {(kind, r): rejections.labels(kind, r.value) for kind in KINDS for r in Rejection}
         answered = make.histogram(
             "request_duration_seconds", "Answered requests, from the last byte to the answer.", all_edges_s, ("kind",)
         )
         self._request_s = {kind: answered.labels(kind) for kind in KINDS}
-        results = make.counter(JUDGED, "Requests as the objectives count them.", ("kind", "result"))
+        results = make.counter(EVALUATED, "Requests as the objectives count them.", ("kind", "result"))
         self._results = {(kind, r): results.labels(kind, r.value) for kind in self.objectives for r in Result}
         stages = make.histogram("stage_duration_seconds", "Time by stage.", all_edges_s, ("kind", "stage"))
         self._stage_s = {
@@ -149,7 +149,7 @@ class RequestMetrics:
         status: int,
         took_s: float,
         stages_s: Mapping[str, float] | None = None,
-        refusal: Refusal | None = None,
+        rejection: Rejection | None = None,
         has_s: float = float("inf"),
     ) -> Result | None:
         """Count an HTTP request that has ended.
@@ -160,7 +160,7 @@ class RequestMetrics:
             status: of HTTP; 499 = the caller hung up.
             took_s: from the last byte to the answer.
             stages_s: of the answer; what they leave of `took_s` is the door's.
-            refusal: why it was refused for load, or for its key's rate.
+            rejection: why it was rejected for load, or for its key's rate.
             has_s: what the caller granted, from the last byte on.
 
         Returns:
@@ -171,26 +171,26 @@ class RequestMetrics:
             return None
         threshold_s = self.objectives[kind].threshold_s
         admission = AdmissionResult.of(status)
-        if refusal in _CALLERS:
+        if rejection in _CALLERS:
             admission = AdmissionResult.OVER_RATE
         elif status in (429, 504) and not is_promised(has_s, threshold_s):
             admission = AdmissionResult.IMPOSSIBLE
         self._admissions[kind, admission].inc()
         if admission is AdmissionResult.ADMITTED:
             self._request_s[kind].observe(took_s, exemplar())
-        if refusal is not None:
-            self._refusals[kind, refusal].inc()
+        if rejection is not None:
+            self._rejections[kind, rejection].inc()
         if stages_s:
             self._stage_s[kind, DOOR].observe(max(took_s - sum(stages_s.values()), 0.0))
-        is_judged = admission not in (AdmissionResult.ABANDONED, AdmissionResult.OVER_RATE)
-        result = judge(status, took_s, threshold_s, has_s) if is_judged else None
+        is_evaluated = admission not in (AdmissionResult.ABANDONED, AdmissionResult.OVER_RATE)
+        result = evaluate(status, took_s, threshold_s, has_s) if is_evaluated else None
         if result is not None:
             self._results[kind, result].inc()
             self.rolling[kind].add(self._clock(), result)
         return result
 
-    def refused_at_door(self, kind: str, num: int, reason: Refusal = Refusal.LATE, *, is_promised: bool = True) -> None:
-        """Count requests that were refused before they were parsed. They have no latency: nothing was answered.
+    def rejected_at_admission(self, kind: str, num: int, reason: Rejection = Rejection.LATE, *, is_promised: bool = True) -> None:
+        """Count requests that were rejected before they were parsed. They have no latency: nothing was answered.
 
         Args:
             kind: a name of `KINDS`.
@@ -199,7 +199,7 @@ class RequestMetrics:
             is_promised: whether their callers granted the time that the objective is about.
         """
         self._requests(KINDS[kind].path, 429).inc(num)
-        self._refusals[kind, reason].inc(num)
+        self._rejections[kind, reason].inc(num)
         if reason in _CALLERS:
             self._admissions[kind, AdmissionResult.OVER_RATE].inc(num)
         elif is_promised:

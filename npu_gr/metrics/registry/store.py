@@ -73,7 +73,7 @@ class ErasureMetrics(Collector):
 
 
 OPERATIONS = ("append", "read", "erase")
-RESULTS = ("ok", "refused", *(fault.value for fault in StoreFault))
+RESULTS = ("ok", "rejected", *(fault.value for fault in StoreFault))
 SOURCES = (HistorySource.LAST_KNOWN.value, HistorySource.NOTHING.value, "failed")
 
 
@@ -82,7 +82,7 @@ class LaneFigures(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the breaker refuses calls."""
+        """Whether the breaker rejects calls."""
 
     @property
     def num_calls(self) -> int:

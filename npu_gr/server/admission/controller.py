@@ -37,7 +37,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from npu_gr.core.errors import Overloaded, Refusal
+from npu_gr.core.errors import Overloaded, Rejection
 from npu_gr.core.kinds import KINDS, RANK, Kind, Priority
 from npu_gr.core.settings import Count, Positive
 from npu_gr.server.admission.fair_queue import Holder, PriorityQueue, Tenants
@@ -53,8 +53,8 @@ TARGET_STANDING = 0.75  # afterwards, so that not every answer is nearly late
 STANDING_S = 0.1  # CoDel's interval
 TICK_S = 0.004  # between two checks for queued requests that will be late
 MESSAGES = {
-    Refusal.LATE: "it would not be answered in time: the instance is busy",
-    Refusal.SHARE: "the tenant signals far more than it ranks, and others share the instance",
+    Rejection.LATE: "it would not be answered in time: the instance is busy",
+    Rejection.SHARE: "the tenant signals far more than it ranks, and others share the instance",
 }
 _NEVER = -math.inf  # an instant
 
@@ -204,7 +204,7 @@ class ActiveWork:
         state = self.kinds[kind]
         return {"waiting": state.waiting, "inside": state.active, "outside": state.suspended}
 
-    def pace_s(self, kind: str) -> float:
+    def service_time_s(self, kind: str) -> float:
         """Return the service time of a kind, in seconds a request."""
         return self.kinds[kind].service_time.seconds
 
@@ -357,12 +357,12 @@ class AdmissionController:
             return self._admit(state, tenant, arrived_at)
         is_signal = state.priority == Priority.SIGNAL
         if is_signal and not self._tenants.take_signal(tenant, state.service_time.seconds):
-            raise _rejection(Refusal.SHARE)
+            raise _rejection(Rejection.SHARE)
         has_place = self._has_room(state) and not self._tenants.is_full(tenant)
         if has_place and not self._queue.is_anybody_before(state.priority):
             return self._admit(state, tenant, arrived_at)
         if self._forecast.is_late_behind(state, tenant, arrived_at, budget_s):
-            raise _rejection(Refusal.LATE)
+            raise _rejection(Rejection.LATE)
         queued = QueuedRequest(kind, tenant, arrived_at, budget_s, state.service_time.seconds)
         self._queue.push(queued, state.priority)
         state.waiting += 1
@@ -435,7 +435,7 @@ class AdmissionController:
     def _reject(self, queued: QueuedRequest) -> None:
         self._remove(queued)
         if not queued.permit.done():  # else its client has just disconnected
-            queued.permit.set_exception(_rejection(Refusal.LATE))
+            queued.permit.set_exception(_rejection(Rejection.LATE))
 
     def _remove(self, queued: QueuedRequest) -> None:
         state = self.work.kinds[queued.kind]
@@ -453,5 +453,5 @@ class AdmissionController:
             self._tick = asyncio.get_running_loop().call_later(TICK_S, self._check_late)
 
 
-def _rejection(reason: Refusal) -> Overloaded:
+def _rejection(reason: Rejection) -> Overloaded:
     return Overloaded(MESSAGES[reason], reason=reason)

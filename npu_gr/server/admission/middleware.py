@@ -28,9 +28,9 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import BodyTooSlow, Overloaded, Refusal, TooLarge, Unavailable
+from npu_gr.core.errors import BodyTooSlow, Overloaded, Rejection, TooLarge, Unavailable
 from npu_gr.core.kinds import Kind
-from npu_gr.jobs.base import AdmissionControl, HeldPermit
+from npu_gr.handlers.base import AdmissionControl, HeldPermit
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import is_promised
 from npu_gr.server.admission.controller import MESSAGES
@@ -105,8 +105,8 @@ class Admission:
         if kind is not None and not is_here:
             now_at = time.monotonic()
             if self._controller.would_reject(kind.name, tenant, now_at, granted_s):
-                await self._rejected(request, kind, granted_s, Refusal.LATE)
-                raise Overloaded(MESSAGES[Refusal.LATE])
+                await self._rejected(request, kind, granted_s, Rejection.LATE)
+                raise Overloaded(MESSAGES[Rejection.LATE])
         timer = nullcontext() if is_here else asyncio.timeout(min(granted_s, self._config.body_timeout_s))
         chunks: list[bytes] = []
         num_bytes = 0
@@ -157,9 +157,9 @@ class Admission:
             await self._rejected(request, kind, budget_s, error.reason)
             raise
 
-    async def _rejected(self, request: web.Request, kind: Kind[Any, Any], budget_s: float, reason: Refusal) -> None:
+    async def _rejected(self, request: web.Request, kind: Kind[Any, Any], budget_s: float, reason: Rejection) -> None:
         promised = is_promised(budget_s, self._metrics.requests.objectives[kind.name].threshold_s)
-        self._metrics.requests.refused_at_door(kind.name, 1, reason, is_promised=promised)
+        self._metrics.requests.rejected_at_admission(kind.name, 1, reason, is_promised=promised)
         self._counts[kind.plural] += 1
         request[REJECTED] = True
         await self.pause(request)

@@ -31,7 +31,7 @@ from typing import Annotated
 import msgspec
 import yaml
 
-from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Refusal, Unauthorized
+from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Rejection, Unauthorized
 from npu_gr.core.kinds import Scope
 from npu_gr.core.logs import SeldomLog
 from npu_gr.core.settings import Positive, parse
@@ -178,8 +178,8 @@ BURST_S = 1.0  # of a key's rate that may come at once
 _SCHEME = b"bearer "
 
 
-class KeyRefusal(StrEnum):
-    """Why a request was refused for its key; the value of the metric label `reason`."""
+class KeyRejection(StrEnum):
+    """Why a request was rejected for its key; the value of the metric label `reason`."""
 
     MISSING = auto()  # no key, or one of another scheme
     SHORT = auto()  # too short to be one
@@ -218,8 +218,8 @@ class KeyRing:
         self._keys: dict[bytes, Key] = {}  # by SHA-256
         self._buckets: dict[str, TokenBucket] = {}
         self.is_stale = False  # the file cannot be used; the keys are older than it
-        self.on_refused: Callable[[KeyRefusal], None] = lambda _reason: None
-        self._refusals = SeldomLog(log)
+        self.on_rejected: Callable[[KeyRejection], None] = lambda _reason: None
+        self._rejections = SeldomLog(log)
         self._wrong_keys = Throttle()
         if path is not None:
             try:
@@ -292,25 +292,25 @@ class KeyRing:
             authorization: the header's value as it came; None = there is no such header.
 
         Raises:
-            Unauthorized: it is none of the keys in force. `on_refused` was told why.
+            Unauthorized: it is none of the keys in force. `on_rejected` was told why.
         """
         if self._path is None:
             return ANYBODY
         if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:
-            raise self._refusal(KeyRefusal.MISSING)
+            raise self._rejection(KeyRejection.MISSING)
         sent = authorization[len(_SCHEME) :].strip()
         if len(sent) < MIN_CHARACTERS:
-            raise self._refusal(KeyRefusal.SHORT)
+            raise self._rejection(KeyRejection.SHORT)
         # what is looked up is the hash of what was sent: how long that takes tells nothing of a key
         key = self._keys.get(hashlib.sha256(sent).digest())
         if key is None:
-            raise self._refusal(KeyRefusal.UNKNOWN)
+            raise self._rejection(KeyRejection.UNKNOWN)
         if self._wall_clock() >= key.expires_at:
-            raise self._refusal(KeyRefusal.EXPIRED)
+            raise self._rejection(KeyRejection.EXPIRED)
         return key
 
     async def of_caller(self, sent: str | None) -> Key:
-        """Find the key of a caller as `find` does; where keys are guessed, the refusal is held back."""
+        """Find the key of a caller as `find` does; where keys are guessed, the rejection is held back."""
         try:
             return self.find(None if sent is None else sent.encode(errors="surrogateescape"))
         except Unauthorized:
@@ -326,23 +326,23 @@ class KeyRing:
         bucket = self._buckets.get(key.name)
         if bucket is None or bucket.take(self._clock()):
             return
-        self._refused(KeyRefusal.RATE, key)
+        self._rejected(KeyRejection.RATE, key)
         raise Overloaded(
             f"the key {key.name!r} may send {bucket.rate_per_s:g} requests a second",
             retry_after_s=1.0,
-            reason=Refusal.RATE,
+            reason=Rejection.RATE,
         )
 
     def require(self, key: Key, scope: Scope) -> None:
         """Check that a key allows something.
 
         Raises:
-            Forbidden: it does not. `on_refused` was told.
+            Forbidden: it does not. `on_rejected` was told.
         """
         try:
             key.require(scope)
         except Forbidden:
-            self._refused(KeyRefusal.SCOPE, key)
+            self._rejected(KeyRejection.SCOPE, key)
             raise
 
     def tenant_of(self, key: Key, named: str) -> str:
@@ -353,22 +353,22 @@ class KeyRing:
             named: the tenant that the request names; "" = none.
 
         Raises:
-            Forbidden: it names another one than the key's. `on_refused` was told.
+            Forbidden: it names another one than the key's. `on_rejected` was told.
         """
         try:
             return key.tenant_of(named)
         except Forbidden:
-            self._refused(KeyRefusal.TENANT, key)
+            self._rejected(KeyRejection.TENANT, key)
             raise
 
-    def _refused(self, reason: KeyRefusal, key: Key | None = None) -> None:
-        self.on_refused(reason)
+    def _rejected(self, reason: KeyRejection, key: Key | None = None) -> None:
+        self.on_rejected(reason)
         whose = "" if key is None else f" {key.name!r}"
-        cause = f"a request was refused for its API key{whose}: {reason.value}"
-        self._refusals.warning(cause, cause)
+        cause = f"a request was rejected for its API key{whose}: {reason.value}"
+        self._rejections.warning(cause, cause)
 
-    def _refusal(self, reason: KeyRefusal) -> Unauthorized:
-        self._refused(reason)
+    def _rejection(self, reason: KeyRejection) -> Unauthorized:
+        self._rejected(reason)
         return Unauthorized("Authorization: needs `Bearer` and a valid API key")
 
 

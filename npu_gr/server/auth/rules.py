@@ -88,16 +88,16 @@ def rules() -> dict[tuple[str, str], Rule]:
 class Address:
     """One address that an instance listens on, and the routes that it serves."""
 
-    def __init__(self, *, is_public: bool = True, is_admin: bool = True, refuses_foreign_hosts: bool = False) -> None:
+    def __init__(self, *, is_public: bool = True, is_admin: bool = True, rejects_foreign_hosts: bool = False) -> None:
         """Serve routes.
 
         Args:
             is_public: those for clients.
             is_admin: those for operators.
-            refuses_foreign_hosts: only if they are sent to a name of this machine.
+            rejects_foreign_hosts: only if they are sent to a name of this machine.
         """
         self.is_public = is_public
-        self.refuses_foreign_hosts = refuses_foreign_hosts
+        self.rejects_foreign_hosts = rejects_foreign_hosts
         served: dict[str, bool] = {}
         for (_, path), rule in rules().items():
             serves = (is_public and rule.is_public) or (is_admin and rule.is_admin)
@@ -113,7 +113,7 @@ _OWN_SITE = ("same-origin", "none")  # none: the user typed the address
 _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 
-def refuse_foreign_pages(headers: Mapping[str, str], *, is_loopback: bool) -> None:
+def reject_foreign_pages(headers: Mapping[str, str], *, is_loopback: bool) -> None:
     """Check that no page of another site is behind a request. What is no browser sends none of these headers.
 
     Args:

@@ -14,7 +14,7 @@ from aiohttp import web
 from npu_gr.core import shipped
 from npu_gr.core.errors import BadRequest, ConfigError, NotFound
 from npu_gr.core.logs import newest_lines
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.metrics.rules import RUNBOOKS
 from npu_gr.server.debug.stacks import MAX_S, MIN_S, environment, packed
 

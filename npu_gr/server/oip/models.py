@@ -32,14 +32,14 @@ from msgspec import inspect
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import BadRequest, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS, Kind
-from npu_gr.core.words import cut, near, quoted
+from npu_gr.core.text_format import cut, near, quoted
 from npu_gr.server.access_log import ServerCall
-from npu_gr.server.codec import CODECS
-from npu_gr.server.codec.bulk import LOOSE_BYTES, count_elements, parts
-from npu_gr.server.codec.fields import MOST_NAMES, Codec, Shown
-from npu_gr.server.codec.media import MSGPACK, convert
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.http import BUDGET_HEADERS
+from npu_gr.server.schemas import CODECS
+from npu_gr.server.schemas.bulk import LOOSE_BYTES, count_elements, parts
+from npu_gr.server.schemas.fields import MOST_NAMES, Codec, ResponseFields
+from npu_gr.server.schemas.media import MSGPACK, convert
 
 Parameter = bool | int | float | str
 TIMEOUT = "timeout"  # parameter of a request: microseconds that the caller waits, as Triton's clients send them
@@ -313,7 +313,7 @@ class Model:
             raise Unprocessable(f"unknown {what} {cut(name)}{near(name, self.inputs)}")
         return one
 
-    def answer(self, answer: Any, request_id: str, shown: Shown, wanted: Collection[str]) -> InferAnswer:
+    def answer(self, answer: Any, request_id: str, shown: ResponseFields, wanted: Collection[str]) -> InferAnswer:
         """Make tensors of a kind's answer.
 
         Args:

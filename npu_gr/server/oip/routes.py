@@ -20,13 +20,10 @@ from prometheus_client.samples import Sample
 from npu_gr import __version__
 from npu_gr.core.errors import BadRequest, NotFound, TooLarge, Unprocessable
 from npu_gr.core.kinds import KINDS
-from npu_gr.core.words import cut, quoted
+from npu_gr.core.text_format import cut, quoted
 from npu_gr.metrics.registry.requests import AdmissionResult
 from npu_gr.server.access_log import ServerCall
 from npu_gr.server.admission.middleware import BODY
-from npu_gr.server.codec.bulk import LOOSE_BYTES
-from npu_gr.server.codec.fields import Shown
-from npu_gr.server.codec.media import JSON, decode, encode
 from npu_gr.server.http import json_response
 from npu_gr.server.kind_routes import Reader, add_headers, ask, parse_body
 from npu_gr.server.middleware import CALL, OCTETS, Course
@@ -42,6 +39,9 @@ from npu_gr.server.oip.models import (
     Tensor,
     pack,
 )
+from npu_gr.server.schemas.bulk import LOOSE_BYTES
+from npu_gr.server.schemas.fields import ResponseFields
+from npu_gr.server.schemas.media import JSON, decode, encode
 from npu_gr.server.service_protocol import ServiceProtocol, require_ready
 from npu_gr.server.status import Insight
 
@@ -291,7 +291,7 @@ class Inference:
             read: makes the infer of its message; its tensors are read once the model has bounded them.
         """
 
-        def parse() -> tuple[InferRequest, object, Shown]:
+        def parse() -> tuple[InferRequest, object, ResponseFields]:
             asked = read()
             model.check_outputs(asked.outputs, self._tasks())
             body = model.body(asked, version, self.course.config)
@@ -305,7 +305,7 @@ class Inference:
     async def statistics(self, name: str | None, version: str | None) -> list[dict[str, Any]]:
         """Return what metrics have counted since the start of a model, or where none is named, of all.
 
-        What is counted is of all versions. How long refused and failed requests took is not measured, nor the writing
+        What is counted is of all versions. How long rejected and failed requests took is not measured, nor the writing
         of answers, nor batches by their size.
 
         Raises:
@@ -336,8 +336,8 @@ def _statistics(kind: str, version: str, samples: list[Sample]) -> dict[str, Any
         seconds = sum(one.value for one in named if one.name == f"{family}_sum")
         return {"count": max(counts, default=0), "ns": round(seconds * 1e9)}
 
-    refused = [one for one in own if one.name == _ADMISSIONS]
-    refused = [one for one in refused if one.labels["verdict"] != AdmissionResult.ADMITTED.value]
+    rejected = [one for one in own if one.name == _ADMISSIONS]
+    rejected = [one for one in rejected if one.labels["verdict"] != AdmissionResult.ADMITTED.value]
     success = times(_DURATION)
     return {
         "name": kind,
@@ -347,7 +347,7 @@ def _statistics(kind: str, version: str, samples: list[Sample]) -> dict[str, Any
         "execution_count": success["count"],
         "inference_stats": {
             "success": success,
-            "fail": {"count": sum(int(one.value) for one in refused), "ns": 0},
+            "fail": {"count": sum(int(one.value) for one in rejected), "ns": 0},
             "queue": times(_STAGES, ("queue",)),
             "compute_input": times(_STAGES, _BEFORE),
             "compute_infer": times(_STAGES, frozenset(KINDS[kind].stages) - _BEFORE - {"queue"}),

@@ -31,7 +31,7 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import item_ids as ids_of_names
 from npu_gr.core.request import Normalise
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
 
 SMOOTHING = 10.0  # events added to each item's count, so that one meeting of two rare items is no evidence

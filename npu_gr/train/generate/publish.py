@@ -27,7 +27,7 @@ from npu_gr.catalogue.centroids import Centroids, CodedFeature
 from npu_gr.catalogue.names import ACTIONS_FILE, EMPTY, ItemNames
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model import hf, hf_files
 from npu_gr.train.generate.codes import codes_text
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator

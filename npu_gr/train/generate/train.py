@@ -38,9 +38,9 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import Count
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import PageRun
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.data import Augmentation, Batch, InteractionLog, NextItem, Split, batches, build_log, windows
@@ -150,12 +150,12 @@ def train_generator(
     log = build_log(interactions, features, SPLIT)
     trained = log.only_trained(SPLIT)
     codes = _codes(trained, features, options, codes_path)
-    judge = GeneratorJudge(codes, log.item_ids, options.history_items, options.beam_width)
+    evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
     validated = sample_targets(trained.next_items(), options.validation_users, options.seed)
     validations: list[RetrievalFigures] = []
 
     def score(decoder: Decoder) -> float:
-        validations.append(judge.judge(decoder, trained, validated))
+        validations.append(evaluate.evaluate(decoder, trained, validated))
         return validations[-1].ndcg_at_10
 
     model, epochs = _fit(trained, codes, options, "generator: train", progress, score)
@@ -165,14 +165,14 @@ def train_generator(
     def show(done: int, total: int) -> None:
         progress(TrainingProgress("generator: evaluate", done, total))
 
-    test = judge.judge(model, log, targets, show, unseen=True)
+    test = evaluate.evaluate(model, log, targets, show, unseen=True)
     baselines = fit_baselines(log, SPLIT, options.seed)
     report = RetrievalReport(
         num_trained=int(trained.trained.sum()),
         num_served=len(log.items) if options.refit else int(trained.trained.sum()),
         own=test,
         baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
-        left_out=baselines.left_out,
+        skipped=baselines.skipped,
         made=codes.text(),
         chosen={"codes": codes.text(), "validation": known(asdict(validation))},
     )
@@ -298,7 +298,7 @@ def _served(model: nn.Module) -> Decoder:
     return model
 
 
-class GeneratorJudge:
+class GeneratorEvaluator:
     """Evaluates models by the service's own search over a catalogue, one user after the other."""
 
     def __init__(self, codes: ItemCodes, item_ids: I64, history_items: int, beam_width: int) -> None:
@@ -309,7 +309,7 @@ class GeneratorJudge:
         self._max_tokens = history_items * self._trie.num_levels
         self._options = SearchOptions(width=beam_width, normalise=codes.normalise)
 
-    def judge(
+    def evaluate(
         self,
         model: Decoder,
         log: InteractionLog,

@@ -31,9 +31,7 @@ from torch import Tensor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import override
-from npu_gr.matching.fold import JoinedFolding, SourceItems
-from npu_gr.matching.vectors import Vectors, save
-from npu_gr.train.judge import Graph, smooth_hit
+from npu_gr.train.evaluate import Graph, smooth_hit
 from npu_gr.train.linear import (
     SCALE_USERS,
     Candidate,
@@ -53,6 +51,8 @@ from npu_gr.train.metrics import F64, hit_ratio, ndcg
 from npu_gr.train.next_item import compare_hits
 from npu_gr.train.options import how_to_match
 from npu_gr.train.steps import training_progress
+from npu_gr.vector_search.fold import JoinedFolding, SourceItems
+from npu_gr.vector_search.vectors import Vectors, save
 
 ITEM_EXPONENT = 0.25  # of the decomposition
 FILTERS = ((8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0), (64, 3.0))  # singular values, and their power for the users
@@ -85,10 +85,10 @@ def fit(models: Models[M], data: MatchData, *, both: bool) -> FittedLinear[M] | 
     found = list(candidates(data))  # none of them is made yet
     if not found:
         return None
-    judge = data.judge()
-    chosen = tune(found, data.target.degrees()[1], judge)
+    evaluate = data.evaluate()
+    chosen = tune(found, data.target.degrees()[1], evaluate)
     whole = data.whole()
-    return FittedLinear(chosen, chosen.refitted(candidates(whole), whole.target.degrees()[1], judge.held_out.users))
+    return FittedLinear(chosen, chosen.refitted(candidates(whole), whole.target.degrees()[1], evaluate.held_out.users))
 
 
 def _pure_svds(graph: Graph, num_scored: int) -> Iterator[Candidate[PureSVD]]:
@@ -188,14 +188,14 @@ def _choose(data: MatchData, svd: Tuned[PureSVD], trained: Validated) -> tuple[W
         encoder = trained.scores(rows) * encoder_unit
         return (torch.add(base + popularity * w.popularity, encoder, alpha=w.encoder) for w in grid)
 
-    hits = [smooth_hit(ranks) for ranks in data.judge().ranks_of_each(tables)]
+    hits = [smooth_hit(ranks) for ranks in data.evaluate().ranks_of_each(tables)]
     best = int(np.argmax(hits))
     return grid[best], hits[best]
 
 
 def _size(data: MatchData, vectors: TrainedVectors | Validated) -> float:
     """Compute the root mean square of the scores of some users."""
-    return root_mean_square(vectors.scores(torch.from_numpy(data.judge().held_out.users[:SCALE_USERS])))
+    return root_mean_square(vectors.scores(torch.from_numpy(data.evaluate().held_out.users[:SCALE_USERS])))
 
 
 def _states(model: PureSVD) -> Tensor:
@@ -226,7 +226,7 @@ def run_training(
     if not 0 < density <= 1:
         raise ConfigError(f"--density: {density} is not in (0, 1]")
     data = split(domains, density, num_validation, options.seed)
-    if (words := domains.about_twins()) is not None:
+    if (words := domains.about_near_duplicates()) is not None:
         console.print(words, markup=False, highlight=False)
     if not domains.ids_are_apart:
         console.print(
@@ -237,13 +237,13 @@ def run_training(
         trained = Trainer(data, options).run(show)
     served = join(data, fit_joint_svd(data), trained)
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
-    judge = domains.judge()
-    ranks = judge.ranks(served.users, served.items)
-    with_twins = domains.judge_with_twins().ranks(served.users, served.items)
-    figures = {"validation_smooth_hit": served.validation, **_figures(ranks), **_figures(with_twins, "_twins")}
+    evaluate = domains.evaluate()
+    ranks = evaluate.ranks(served.users, served.items)
+    with_near_duplicates = domains.judge_with_near_duplicates().ranks(served.users, served.items)
+    figures = {"validation_smooth_hit": served.validation, **_figures(ranks), **_figures(with_near_duplicates, "_near_duplicates")}
     console.print(", ".join(f"{name} {value:.4f}" for name, value in figures.items()))
     by_baseline = {
-        name: judge.ranks_by(fitted.served.scores) for name, fit in BASELINES.items() if (fitted := fit(data))
+        name: evaluate.ranks_by(fitted.served.scores) for name, fit in BASELINES.items() if (fitted := fit(data))
     }
     for name, found in by_baseline.items():
         console.print(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in _figures(found).items()))
@@ -289,8 +289,8 @@ def export(domains: Domains, data: MatchData, joined: JoinedVectors, figures: di
             ids=domains.source_ids if domains.ids_are_apart else None,
             seen_starts=source_starts,
             seen_items=source_items.astype(np.int32),
-            twin_starts=np.searchsorted(domains.twins.source_items, np.arange(num_source + 1)),
-            twin_items=domains.twins.target_items.astype(np.int32),
+            near_duplicate_starts=np.searchsorted(domains.near_duplicates.source_items, np.arange(num_source + 1)),
+            near_duplicate_items=domains.near_duplicates.target_items.astype(np.int32),
         ),
     )
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, softplus
 
 from npu_gr.core.arrays import F32, I64
-from npu_gr.matching.fold import Folding
-from npu_gr.train.judge import Csr, Graph
+from npu_gr.train.evaluate import Csr, Graph
+from npu_gr.vector_search.fold import Folding
 
 KATZ_ROUNDS = 100  # most iterations of each of the two loops
 KATZ_TOLERANCE = 1e-6  # relative change that ends them

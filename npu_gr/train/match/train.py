@@ -30,8 +30,7 @@ from torch.nn.functional import normalize
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.settings import Count, Positive
-from npu_gr.matching.fold import Folding
-from npu_gr.train.judge import Graph, smooth_hit
+from npu_gr.train.evaluate import Graph, smooth_hit
 from npu_gr.train.linear import log_popularity
 from npu_gr.train.match.domains import MatchData
 from npu_gr.train.match.model import (
@@ -47,6 +46,7 @@ from npu_gr.train.match.model import (
 )
 from npu_gr.train.options import Seed, Weight
 from npu_gr.train.steps import EarlyStopping, TrainingProgress
+from npu_gr.vector_search.fold import Folding
 
 MATRIX_LEARNING_RATE = 1e-3  # of all weights but the embedding tables
 INTER_LEARNING_RATE_RATIO = 0.2  # factor of both rates in the inter-domain stage
@@ -147,7 +147,7 @@ class Trainer:
     def __init__(self, data: MatchData, options: MatchOptions) -> None:
         self.data = data
         self.options = options
-        self._judge = data.judge()
+        self._evaluate = data.evaluate()
         self.source = _encoder("source", data.source, options)
         self.target = _encoder("target", data.target, options)
         self._project_users = _projector(options.dim)
@@ -222,7 +222,7 @@ class Trainer:
     @torch.no_grad()
     def _validate(self, stage: _Stage, step: int) -> float:
         users, items = self.target()
-        hit = smooth_hit(self._judge.ranks_by(Validated(users, items, self._prior).scores))
+        hit = smooth_hit(self._evaluate.ranks_by(Validated(users, items, self._prior).scores))
         if hit > self._best[2]:
             self._best = (stage.name, step, hit)
             self._best_state = copy.deepcopy(self._all.state_dict())

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.feature_schema.factors import MF_SCORE
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.feature_rows import draw_kept
 from npu_gr.model.hstu import HSTU
@@ -240,7 +240,7 @@ def changes(options: TrainOptions, *, has_likes: bool = False) -> Iterator[dict[
 def search(
     options: TrainOptions,
     train: Train,
-    judge: Callable[[Fitted], F64],
+    evaluate: Callable[[Fitted], F64],
     now: Callable[[], float] = time.monotonic,
     *,
     has_likes: bool = False,
@@ -250,7 +250,7 @@ def search(
     Args:
         options: what was asked for.
         train: trains a trial; ends it where `gives_up` of (share of the epochs, likelihood) says so.
-        judge: log-probability of each of the validation's events under a trial.
+        evaluate: log-probability of each of the validation's events under a trial.
         now: seconds of a clock.
         has_likes: as of `changes`.
 
@@ -261,7 +261,7 @@ def search(
     best, fitted = options, train(options, "ranker: train", lambda *_: False)
     if not options.budget_s:
         return SearchedOptions(options=best, fitted=fitted, num_trials=1, changes={})
-    likelihood = judge(fitted)
+    likelihood = evaluate(fitted)
     kept: dict[str, Any] = {}
     num_trials = 1
     for change in changes(options, has_likes=has_likes):
@@ -272,7 +272,7 @@ def search(
             break
         num_trials += 1
         found = train(tried, f"ranker: trial {num_trials}", _gives_up(best, fitted, ends_at, now))
-        gap = judge(found) - likelihood
+        gap = evaluate(found) - likelihood
         if gap.mean() > gap.std() / np.sqrt(len(gap)):
             best, fitted = tried, found
             likelihood = likelihood + gap

@@ -22,7 +22,7 @@ from torch import Tensor
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.settings import Count
-from npu_gr.core.words import quoted
+from npu_gr.core.text_format import quoted
 from npu_gr.train.data import Bools, InteractionLog, Split
 from npu_gr.train.options import DropoutRatio, Share, Weight
 from npu_gr.train.steps import StepOptions

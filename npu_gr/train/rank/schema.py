@@ -32,7 +32,7 @@ from npu_gr.core.feature_schema.computed import ALL, BY, OF_TIME, CrossFeatures,
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.factors import MF_SCORE, ItemFactors
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.interactions import FeatureColumn, ItemValues
+from npu_gr.history_store.interactions import FeatureColumn, ItemValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.baselines import MatrixFactorisation
 from npu_gr.train.data import Bools, InteractionLog

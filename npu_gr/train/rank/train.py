@@ -1,4 +1,4 @@
-"""Train the HSTU ranker from an interaction log: one trunk that retrieves, ranks, and knows the order to show.
+"""Train the HSTU ranker from an interaction log: one shared encoder that retrieves, ranks, and knows the order to show.
 
     validation   the last trained event of each user, of a large log of some users. Nothing is trained on it: it ends
                  the training at the epoch that makes it most likely, chooses the kind of the neighbours, and fits the
@@ -23,8 +23,8 @@ import numpy as np
 
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError
-from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.model.order import Order
+from npu_gr.history_store.interactions import Interactions, ItemValues
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.train.baselines import FittedBaselines, MatrixFactorisation, Means, fit_baselines
 from npu_gr.train.data import InteractionLog, build_log
@@ -32,13 +32,13 @@ from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.options import write_configuration
+from npu_gr.train.rank.blend import NUM_FOLLOWERS, ListSizes
+from npu_gr.train.rank.blend_choice import ChosenBlend, choose_blend
 from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
 from npu_gr.train.rank.fit import Fitted, GivesUp, SearchedOptions, fit, search
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import HeldOutEvents, event_likelihood, hold_out
 from npu_gr.train.rank.options import ChosenTasks, TrainOptions, check_actions, choose_tasks, liking_values, make_labels
-from npu_gr.train.rank.order import NUM_FOLLOWERS, ListSizes
-from npu_gr.train.rank.order_choice import ChosenOrder, choose_order
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.steps import TrainingProgress
 
@@ -99,13 +99,13 @@ def train_rank(
             features=choose_features(held_out.log, item_features, chosen.tasks, tried),
         )
 
-    def judge(found: Fitted) -> F64:
+    def evaluate(found: Fitted) -> F64:
         return event_likelihood(LogInputs(log, found.model), found.model, held_out.targets, labels)
 
-    searched = search(options, train, judge, has_likes=any(not task.is_next_item for task in chosen.tasks))
+    searched = search(options, train, evaluate, has_likes=any(not task.is_next_item for task in chosen.tasks))
     fitted = searched.fitted
     simple = fit_baselines(log, options.split, options.seed)
-    order = None if click is None else choose_order(fitted.model, click, held_out, _sizes(options), simple.item_knn)
+    order = None if click is None else choose_blend(fitted.model, click, held_out, _sizes(options), simple.item_knn)
     counted = None if order is None else order.counted(log)  # as the baselines, which choose, and then count it too
     num_served = len(whole.items) if options.refit else int(held_out.log.trained.sum())
     evaluation = _evaluate(searched, order, counted, simple, log, held_out, chosen, num_served, options, progress)
@@ -144,8 +144,8 @@ def _sizes(options: TrainOptions) -> ListSizes:
 
 def _evaluate(
     searched: SearchedOptions,
-    order: ChosenOrder | None,
-    counted: Order | None,
+    order: ChosenBlend | None,
+    counted: ScoreBlend | None,
     simple: FittedBaselines,
     log: InteractionLog,
     held_out: HeldOutEvents,
@@ -177,13 +177,13 @@ def _evaluate(
         split=options.split,
         num_trained=int(held_out.log.trained.sum()),
         num_served=num_served,
-        num_judged=int((~log.trained).sum()),
+        num_evaluated=int((~log.trained).sum()),
         num_next=len(targets),
         tasks=chosen.reason,
         auc_task="" if first is None else chosen.tasks[first].name,
         fitting=_in_words(searched, order, len(held_out.targets)),
         better_alone={} if order is None else order.better,
-        left_out=simple.left_out,
+        skipped=simple.skipped,
         ranker=ranker,
         parts=parts,
         baselines=tuple(evaluate_baseline(valued, baseline, likes, targets) for baseline in baselines),
@@ -192,7 +192,7 @@ def _evaluate(
     )
 
 
-def _in_words(searched: SearchedOptions, order: ChosenOrder | None, num_users: int) -> str:
+def _in_words(searched: SearchedOptions, order: ChosenBlend | None, num_users: int) -> str:
     if order is None or not num_users:
         return f"trained for all of {searched.options.epochs} epochs: there is no validation"
     epochs = f"epoch {searched.fitted.num_epochs} of {searched.options.epochs} is the best"

@@ -18,10 +18,10 @@ from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.core.names import ActionNames
 from npu_gr.core.request import OrderName, RecommendRequest, SourceName
-from npu_gr.features.interactions import Interactions
-from npu_gr.features.store import HistoryConfig
-from npu_gr.jobs.cascade_plan import best_first, by_both, in_turns
-from npu_gr.jobs.service import Service
+from npu_gr.handlers.cascade_plan import best_first, by_both, in_turns
+from npu_gr.handlers.service import Service
+from npu_gr.history_store.interactions import Interactions
+from npu_gr.history_store.store import HistoryConfig
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.cascade import (
@@ -41,14 +41,14 @@ from npu_gr.train.data import to_train_on
 AT_ONCE = 8
 BUDGET_S = 60.0
 LEAST_USERS = 50  # who choose; of fewer nothing can be learned
-OWN: tuple[SourceName, ...] = ("trunk", "transitions", "neighbours")  # of the ranker: its order is fitted on these
+OWN: tuple[SourceName, ...] = ("shared_encoder", "transitions", "neighbours")  # of the ranker: its order is fitted on these
 ASKED: tuple[OrderName, ...] = ("fitted", "rank")  # whose scores decide every order
 
 
 def choose_for_site(
     path: Path, overrides: Sequence[str], log: Interactions, sources: Mapping[SourceName, int], most_users: int
 ) -> CascadeChoice | None:
-    """Choose by users whom `npu-gr demo` does not judge.
+    """Choose by users whom `npu-gr demo` does not evaluate.
 
     Args:
         path: configuration over the evaluated models, with every part as a section.
@@ -65,8 +65,8 @@ def choose_for_site(
         ConfigError: the configuration cannot be served. NpuGrError: a model failed.
     """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    judged = {case.user for case in next_events(log, known, JUDGED_USERS)}
-    cases = [case for case in next_events(log, known) if case.user not in judged][:most_users]
+    evaluated = {case.user for case in next_events(log, known, JUDGED_USERS)}
+    cases = [case for case in next_events(log, known) if case.user not in evaluated][:most_users]
     if len(cases) < 2 * LEAST_USERS:
         return None
     return asyncio.run(_choose(path, overrides, cases, dict(sources)))
@@ -88,7 +88,7 @@ async def _choose(
         admission=msgspec.structs.replace(config.admission, enabled=False),  # nobody waits for these answers
     )
     exclude_seen = hides_seen(cases)
-    ways = cascade_ways(list(sources), has_order=True)
+    ways = cascade_ways(list(sources), has_blend=True)
     places = {way: np.full(len(cases), MISSED) for way in ways}
     waiting = asyncio.Semaphore(AT_ONCE)
     async with instance(config) as (_, service):

@@ -34,7 +34,7 @@ _MEANING = {
 }
 _EVALUATED = (
     "# The models that were evaluated, not those that serve: they have not seen the newest events, so the figures of",
-    "# README.md are theirs, and what is held out can be replayed and judged.",
+    "# README.md are theirs, and what is held out can be replayed and evaluated.",
 )
 _COLUMN = 34  # at which comments begin
 

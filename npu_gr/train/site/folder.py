@@ -28,7 +28,7 @@ import xxhash
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import value_name
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.options import curl, serve
 from npu_gr.train.site.configuration import EVALUATED_CONFIG, SERVE
 from npu_gr.train.site.report import PartReport, SiteReport

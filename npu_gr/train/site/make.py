@@ -25,8 +25,7 @@ from npu_gr.core.errors import DataError, NpuGrError
 from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
-from npu_gr.features.interactions import Interactions, ItemValues
-from npu_gr.matching.vectors import save as save_vectors
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.hf_files import version
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.service.config import load
@@ -53,6 +52,7 @@ from npu_gr.train.site.report import (
 )
 from npu_gr.train.site.side_by_side import Training, side_by_side
 from npu_gr.train.steps import TrainingProgress, training_progress
+from npu_gr.vector_search.vectors import save as save_vectors
 
 NEW_SERVE = "serve.new.yaml"  # beside one that somebody has changed
 POPULAR = "popular.txt"
@@ -215,7 +215,7 @@ def _cascade(
 ) -> SiteCascade:
     """Choose by the evaluated models what a recommend asks, unless the same models and options did already."""
     sources: dict[SourceName, int] = {
-        "trunk": options.num_found,
+        "shared_encoder": options.num_found,
         "transitions": options.num_following,
         "neighbours": options.num_neighbours,
         "generate": options.num_generated,
@@ -331,7 +331,7 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
     # Features say more of a new item than codes that come of neighbours, which it has not: see docs/measured.md.
     codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
     checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
-    what = f"AUC of {found.num_judged:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
+    what = f"AUC of {found.num_evaluated:,} later events, HR and NDCG of the next item of {found.num_next:,} users"
     measured_on = _stands(found.split, found.num_trained, what)
     made = save(checkpoint, folder)
     return _Trained(made, measured_on, ranker_figures(found), warning_of_ranker(found), ranker_words(found))

@@ -11,8 +11,8 @@ from rich.table import Table
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.train.baselines import Markov
 from npu_gr.train.next_item import BaselineComparison, RetrievalFigures, RetrievalReport
+from npu_gr.train.rank.blend_choice import in_words
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
-from npu_gr.train.rank.order_choice import in_words
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
 _ALL_ITEMS = {"hr_at_10": "HR@10", "ndcg_at_10": "NDCG@10"}
@@ -151,7 +151,7 @@ def _compared(own: F, baselines: Sequence[F], names: dict[str, str] | None = Non
         names: field -> name of figures beside those of the next item.
     """
     rows = []
-    next_item = _ALL_ITEMS if own.ranks.judges_all else _UNSEEN
+    next_item = _ALL_ITEMS if own.ranks.evaluates_all else _UNSEEN
     for field, name in ((names or {}) | next_item).items():
         value = getattr(own, field)
         others = [row for row in baselines if getattr(row, field) == getattr(row, field)]

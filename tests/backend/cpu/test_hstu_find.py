@@ -14,9 +14,9 @@ from npu_gr.backend.calls import HstuFindCall, HstuFound
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native, supported
 from npu_gr.core.arrays import I64
-from npu_gr.engine.kv.pages import PageRun
+from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
-from npu_gr.engine.rank_engine import Ahead, FindPass, NextItems, RankEngine, RankPass
+from npu_gr.engine.rank_engine import FindPass, NextItems, PrefetchedScores, RankEngine, RankPass
 from npu_gr.model.hstu import HSTU
 from tests.backend.cpu.test_hstu_pass import engine, tokens
 from tests.models import tiny_model
@@ -72,7 +72,7 @@ class Case:
         hidden = random.integers(0, 300, int(random.integers(0, 200)))  # in any order, some of them twice
         cached = CachedPrefix(self.runs, self.num_cached) if self.num_cached else None
         merge = (lambda rows: np.concatenate([[299], rows[rows != 299][::2]])) if self.merges else None
-        ahead = Ahead(merge, self.max_candidates, self.least) if self.is_ranked else None
+        ahead = PrefetchedScores(merge, self.max_candidates, self.least) if self.is_ranked else None
         keep = self.runs if self.keeps else None
         return FindPass(RankPass(history, 0, NOTHING, SHOWN_AT, cached, keep), self.k, hidden, ahead)
 
@@ -193,7 +193,7 @@ def test_other_models_go_step_by_step() -> None:
 
 
 @needs_kernels
-def test_what_is_outside_is_refused_by_name(model: HSTU) -> None:
+def test_what_is_outside_is_rejected_by_name(model: HSTU) -> None:
     one, good = engine(model, AtOnce()), CASES[4].work()
     history = tokens(33, 4)
     history.rows[3] = 301  # NEXT's own is the last

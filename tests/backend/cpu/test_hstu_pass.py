@@ -12,16 +12,16 @@ import torch
 from msgspec.structs import replace as changed
 
 from benchmarks.kernels_pass import SegmentWise
-from npu_gr.backend.calls import HstuWholeCall
+from npu_gr.backend.calls import FusedForwardCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.library import Native, supported
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.history import Events, HistoryReport
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from tests.models import tiny_model
 
@@ -36,8 +36,8 @@ PAGES = (PageRun(9, 1), PageRun(2, 2), PageRun(5, 3))  # of 64 tokens
 class Whole(CPUBackend):
     """The CPU, which must take every pass."""
 
-    def hstu_whole(self, call: HstuWholeCall) -> F32 | None:
-        found = super().hstu_whole(call)
+    def fused_forward(self, call: FusedForwardCall) -> F32 | None:
+        found = super().fused_forward(call)
         assert found is not None
         return found
 
@@ -234,7 +234,7 @@ def test_weights_without_a_version_counter_go_segment_by_segment() -> None:
 
 
 @needs_kernels
-def test_what_is_outside_is_refused_by_name(model: HSTU) -> None:
+def test_what_is_outside_is_rejected_by_name(model: HSTU) -> None:
     one = engine(model, Whole())
     good = rank()
     for wrong, kind, says in (
@@ -276,8 +276,8 @@ def test_what_the_call_does_not_know_goes_segment_by_segment() -> None:
         answers = list[object]()
 
         class Noted(CPUBackend):
-            def hstu_whole(self, call: HstuWholeCall) -> F32 | None:
-                answers.append(super().hstu_whole(call))  # noqa: B023  (called in this round alone)
+            def fused_forward(self, call: FusedForwardCall) -> F32 | None:
+                answers.append(super().fused_forward(call))  # noqa: B023  (called in this round alone)
                 return answers[-1]  # type: ignore[return-value]  # noqa: B023
 
         one, other = engine(model, Noted(), **layout), engine(model, backend, **layout)

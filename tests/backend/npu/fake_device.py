@@ -229,7 +229,7 @@ class FakeRuntime:
         return out
 
     def watch(self, plane: torch.Tensor, cell_numbers: int) -> None:
-        """Order is checked for this tensor, which several streams share, in cells of so many numbers."""
+        """ScoreBlend is checked for this tensor, which several streams share, in cells of so many numbers."""
         self._watched[plane.untyped_storage()._cdata] = np.arange(plane.numel()) // cell_numbers
 
     def _cells(self, x: torch.Tensor) -> set[Cell]:

@@ -2,7 +2,7 @@
 
 AI_CORE comes from the lists of dtypes in `op_api` of hicann/ops-math and hicann/ops-nn (August 2026, the branches for
 DAV_2201): an op with another dtype goes to the AI CPU, some hundred times slower, and one that is not there at all to
-the host. What is not in the table is refused: look it up before adding it.
+the host. What is not in the table is rejected: look it up before adding it.
 """
 
 from __future__ import annotations

@@ -145,7 +145,7 @@ async def test_a_served_ranker_has_measured_its_way_and_tells(
 ) -> None:
     write_checkpoint(tmp_path / "checkpoint", qk_dim=16, max_history_tokens=100)
     asked: list[AttentionMode] = []
-    monkeypatch.setattr("npu_gr.service.prove.WARM_UP_LENGTHS", (16, 60))
+    monkeypatch.setattr("npu_gr.service.warmup.WARM_UP_LENGTHS", (16, 60))
 
     def device(_name: str, _native: str, _library: None, attention: AttentionMode) -> NPUBackend:
         asked.append(attention)
@@ -174,7 +174,7 @@ async def test_a_served_ranker_has_measured_its_way_and_tells(
     assert asked == ["auto", "torch"]
     tried = {way["name"]: way for way in found["auto"][0]["attention"]}
     assert list(tried) == ["ascend_c", "torch"]
-    assert all(way["prefill_ms"] > 0 and way["rank_ms"] > 0 and not way["refused"] for way in tried.values())
+    assert all(way["prefill_ms"] > 0 and way["rank_ms"] > 0 and not way["rejected"] for way in tried.values())
     assert found["auto"][0]["ops"]["hstu_attention"] in tried
     assert (found["torch"][0]["ops"]["hstu_attention"], found["torch"][0]["attention"]) == ("torch", [])
     for _, scores in found.values():

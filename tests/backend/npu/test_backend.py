@@ -21,14 +21,14 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import HistoryReport
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import GeneratedItems, Generator, ItemSearch, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, PageCopy
 from npu_gr.engine.queue import JobOrder, SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine, RankPass
 from npu_gr.engine.sanity import parity
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.history_tokens import Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.engine.test_beam_search import model
 from tests.engine.test_generate_engine import catalogue
@@ -133,7 +133,7 @@ def test_a_logit_that_is_no_number_ends_the_search(native: None, npu: FakeRuntim
         generated(Generator(decoder, backend, 20, 3), catalogue(), [0, 7])
 
 
-def test_what_the_native_operator_refuses_runs_as_torch_ops(
+def test_what_the_native_operator_rejects_runs_as_torch_ops(
     native: None, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, fell = NPUBackend(npu=npu.as_npu()), list[str]()

@@ -1,4 +1,4 @@
-"""Huawei's paged operator by a stand-in: any slabs, its limits, what is refused in words, a ranker without a bias."""
+"""Huawei's paged operator by a stand-in: any slabs, its limits, what is rejected in words, a ranker without a bias."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_paged_operators_limits(
         ),
     ],
 )
-def test_another_library_is_refused_in_words(
+def test_another_library_is_rejected_in_words(
     npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, schema: str, why: str
 ) -> None:
     with torch.library._scoped_library("npu_gr_other", "FRAGMENT") as held:
@@ -156,7 +156,7 @@ def test_another_library_is_refused_in_words(
             backend_with(npu, path)
 
 
-def test_a_library_that_is_not_there_or_does_not_load_is_refused(npu: FakeRuntime, tmp_path: Path) -> None:
+def test_a_library_that_is_not_there_or_does_not_load_is_rejected(npu: FakeRuntime, tmp_path: Path) -> None:
     path = tmp_path / "no.so"
     with pytest.raises(ConfigError, match=r"hstu_library: no file .*no\.so: build it from Ascend/RecSDK"):
         backend_with(npu, path)
@@ -167,7 +167,7 @@ def test_a_library_that_is_not_there_or_does_not_load_is_refused(npu: FakeRuntim
         choose("cpu", hstu_library=str(path))
 
 
-def test_an_operator_that_disagrees_is_refused(
+def test_an_operator_that_disagrees_is_rejected(
     library: Path, npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = PagedHstu._call

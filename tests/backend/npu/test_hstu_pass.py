@@ -17,15 +17,15 @@ from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.npu.hstu_pass import key_slots, row_slots
 from npu_gr.backend.npu.limits import Slots, VectorUnits, hstu_limit
 from npu_gr.backend.torch_ops import TorchOps
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.model.hstu import HSTU, told_in_numbers, whole_pass
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 from tests.backend.npu.fake_device import FakeRuntime
-from tests.backend.npu.on_twin import NAMES, HstuOnTwin
+from tests.backend.npu.on_emulator import NAMES, HstuOnEmulator
 from tests.models import events, tiny_model
-from tests.ops.ascend_twin import Machine, NoPlanError, Twin
-from tests.ops.hstu_twin import HstuSizes, hstu_finish, hstu_rows, hstu_scores
+from tests.ops.ascend_emulator import Emulator, Machine, NoPlanError
+from tests.ops.hstu_emulator import HstuSizes, hstu_finish, hstu_rows, hstu_scores
 
 PLAIN = TorchOps()
 RUNS = [PageRun(5, 4), PageRun(20, 6)]
@@ -51,10 +51,10 @@ def backend(npu: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> NPUBackend:
 
 
 @pytest.fixture(scope="module")
-def twin() -> Twin:
+def emulator() -> Emulator:
     if shutil.which("g++") is None:
-        pytest.skip("no g++ here: the CPU twin of the Ascend C kernels cannot be built")
-    return Twin()
+        pytest.skip("no g++ here: the CPU emulator of the Ascend C kernels cannot be built")
+    return Emulator()
 
 
 class User:
@@ -125,12 +125,12 @@ def test_by_definition(backend: NPUBackend, dtype: torch.dtype, how: dict[str, A
 
 
 @pytest.mark.parametrize(("dtype", "how"), [(torch.bfloat16, VARIANTS[1]), (torch.float32, VARIANTS[0])], ids=str)
-def test_by_the_kernels(backend: NPUBackend, twin: Twin, dtype: torch.dtype, how: dict[str, Any]) -> None:
+def test_by_the_kernels(backend: NPUBackend, emulator: Emulator, dtype: torch.dtype, how: dict[str, Any]) -> None:
     library = torch.library.Library("npu_gr", "IMPL")
-    on_twin = HstuOnTwin(twin)
+    on_emulator = HstuOnEmulator(emulator)
     try:
         for name in ("hstu_rows", "hstu_scores", "hstu_finish"):
-            library.impl(name, getattr(on_twin, name), "CPU")
+            library.impl(name, getattr(on_emulator, name), "CPU")
         check_whole(backend, dtype, how)
     finally:
         library._destroy()
@@ -245,13 +245,13 @@ def test_slots_leave_little_empty() -> None:
 
 
 class Planner:
-    """The kernels' plans: `refusals` runs them with nothing to do."""
+    """The kernels' plans: `rejections` runs them with nothing to do."""
 
-    def __init__(self, twin: Twin, units: VectorUnits) -> None:
-        self.twin = twin
+    def __init__(self, emulator: Emulator, units: VectorUnits) -> None:
+        self.emulator = emulator
         self.on = Machine(1, ub_bytes=units.ub_bytes)
 
-    def refusals(self, slots: Slots, ids: int, group: int) -> list[str]:
+    def rejections(self, slots: Slots, ids: int, group: int) -> list[str]:
         sizes = HstuSizes(*slots[:6], NAMES[slots.dtype])
         kind = np.float32 if slots.dtype == torch.float32 else np.uint16
         nothing = np.zeros((1, 1), kind)
@@ -263,10 +263,10 @@ class Planner:
         norm = np.zeros((2, group), np.float32)
         page_ids = np.zeros(ids, np.int32)
         runs: list[Callable[[], object]] = [
-            lambda: hstu_rows(self.twin, sizes, nothing, empty, page_ids, (plane, plane), (nothing,) * 4, on=self.on),
-            lambda: hstu_scores(self.twin, sizes, nothing, empty, bounds, *times, *tables, on=self.on),
+            lambda: hstu_rows(self.emulator, sizes, nothing, empty, page_ids, (plane, plane), (nothing,) * 4, on=self.on),
+            lambda: hstu_scores(self.emulator, sizes, nothing, empty, bounds, *times, *tables, on=self.on),
             lambda: hstu_finish(
-                self.twin, sizes, nothing, nothing, norm, empty, nothing[None], scale=1, eps=1, on=self.on
+                self.emulator, sizes, nothing, nothing, norm, empty, nothing[None], scale=1, eps=1, on=self.on
             ),
         ]
         found = []
@@ -279,19 +279,19 @@ class Planner:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_limits_are_those_of_the_planner(twin: Twin, dtype: torch.dtype) -> None:
+def test_limits_are_those_of_the_planner(emulator: Emulator, dtype: torch.dtype) -> None:
     """Where the planner has no plan on the least machine, Python has a reason; and only there."""
     units = VectorUnits()
-    planner = Planner(twin, units)
+    planner = Planner(emulator, units)
     answers = set()
     for heads, dim, requests, of_row, ids in product((1, 4, 16), (16, 20, 640), (1, 8), (True, False), (0, 40_000)):
         slots = Slots(requests, 512, 4096, heads, dim, dim, dtype)
         group = heads * dim if of_row else dim
-        refused = planner.refusals(slots, ids, group)
+        rejected = planner.rejections(slots, ids, group)
         limit = hstu_limit(slots, 64, ids, group, False, units)
         answers.add(limit)
         if limit is not None and "scores of more" in limit:
             continue
-        assert (limit is None) == (not refused), (slots, limit, refused)
-        assert limit is None or limit in refused
+        assert (limit is None) == (not rejected), (slots, limit, rejected)
+        assert limit is None or limit in rejected
     assert len(answers) >= 4

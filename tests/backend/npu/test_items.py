@@ -1,6 +1,6 @@
 """The best items by `masked_topk` are the reference's: any sizes and blocks, ties, hidden pairs, no items.
 
-The operator itself is its definition here; in the last test it is the kernel, on the twin.
+The operator itself is its definition here; in the last test it is the kernel, on the emulator.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError
-from npu_gr.matching.matcher import ExactIndex
+from npu_gr.vector_search.matcher import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.test_best_items import job, same, sizes
-from tests.ops.ascend_twin import Twin
+from tests.ops.ascend_emulator import Emulator
 
 REFERENCE = ReferenceBackend()
 
@@ -97,15 +97,15 @@ def test_beyond_the_operators_limit_torch_searches_and_it_is_counted(npu: FakeRu
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
-def test_the_kernel_finds_them_on_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_finds_them_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks of a catalogue, each query with a filter of its own, one that hides all of a block."""
     try:
-        twin = Twin()
+        emulator = Emulator()
     except ConfigError as error:
         pytest.skip(str(error))
 
     def masked_topk(scores: torch.Tensor, bits: torch.Tensor, k: int, bias: None) -> tuple[torch.Tensor, torch.Tensor]:
-        value, index, _ = twin.masked_topk(scores.numpy(), bits.numpy(), k)
+        value, index, _ = emulator.masked_topk(scores.numpy(), bits.numpy(), k)
         return torch.from_numpy(value), torch.from_numpy(index)
 
     ascend_ops.register()

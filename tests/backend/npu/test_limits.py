@@ -53,7 +53,7 @@ def _number(text: str) -> int:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
 def test_the_planner_finds_a_plan_where_python_says_so(tmp_path: Path) -> None:
-    """The header's own planner, compiled: the same refusals, word for word."""
+    """The header's own planner, compiled: the same rejections, word for word."""
     (tmp_path / "plan.cpp").write_text(PROGRAM)
     command = ["g++", "-std=c++17", f"-I{HEADER.parent}", str(tmp_path / "plan.cpp"), "-o", str(tmp_path / "plan")]
     subprocess.run(command, check=True)

@@ -38,7 +38,7 @@ SLOW = (
     "planner",
     "waits_once",
     "cuda",
-    "twin",
+    "emulator",
     "paper",
 )  # and no line of these files more
 

@@ -16,7 +16,7 @@ from npu_gr.backend.calls import Continuations
 from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.check import hstu_cases
 from npu_gr.core.errors import ConfigError
-from npu_gr.engine.kv.arena import BeamArena
+from npu_gr.engine.kv_cache.arena import BeamArena
 from tests.ops.oracle import best
 
 ops = torch.ops.npu_gr

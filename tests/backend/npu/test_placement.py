@@ -18,13 +18,13 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.catalogue.filters import allow_items
 from npu_gr.engine.beam_search import SearchOptions, Tables
 from npu_gr.engine.generate_engine import Generator, PromptKV, layout_of, make_prompt
-from npu_gr.engine.kv.arena import KVArena
-from npu_gr.engine.kv.pages import KVLayout, PageRun
+from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.matching.matcher import ExactIndex
 from npu_gr.model import t5
+from npu_gr.vector_search.matcher import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.placement import Recorder
 from tests.backend.npu.test_backend import tokens
@@ -145,7 +145,7 @@ def test_a_recommend_stays_on_the_ai_core(npu: FakeRuntime) -> None:
 
 
 def test_the_table_knows_what_was_wrong(npu: FakeRuntime) -> None:
-    """Torch ops that select on an NPU without its operators, or that a review found: each is refused."""
+    """Torch ops that select on an NPU without its operators, or that a review found: each is rejected."""
     generator = torch.Generator().manual_seed(0)
     items, queries = (torch.randn(n, 16, generator=generator) for n in (300, 3))
     index = ExactIndex(items.numpy(), NPUBackend("off", npu.as_npu()))

@@ -55,7 +55,7 @@ def test_every_pair_of_the_table_passes(each: versions.Release) -> None:
     assert not any(check(each.cann, torch_npu) for torch_npu in each.torch_npu)
 
 
-def test_other_pairs_are_refused_or_warned_of() -> None:
+def test_other_pairs_are_rejected_or_warned_of() -> None:
     for pair, why in {
         ("8.3.RC1", "2.8.0"): "CANN 8.3.RC1: the kernels need 8.5.0 or later",
         ("9.0.0", "2.6.0.post5"): "torch_npu 2.6.0.post5 was not made for CANN 9.0.0, these were: 2.7.1.post4, 2.8.0",
@@ -89,6 +89,6 @@ def test_the_doctor_names_the_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "version.info").write_text("Version=8.5.0\n")
     assert checks._versions("2.9.0").found == "CANN 8.5.0 with torch_npu 2.9.0"
     assert checks._cann() == f"8.5.0, at {tmp_path}"
-    refused = checks._versions("2.10.0")
-    assert refused.state is FindingState.MISSING
-    assert "docs/ascend.md" in refused.remedy
+    rejected = checks._versions("2.10.0")
+    assert rejected.state is FindingState.MISSING
+    assert "docs/ascend.md" in rejected.remedy

@@ -97,17 +97,17 @@ def test_every_kernel_lowers_to_hivm_for_910b(packages: Path, tmp_path: Path) ->
     hivmc = tmp_path / "hivmc"
     hivmc.write_text(HIVMC)
     hivmc.chmod(0o755)
-    lowered, refused = [], []
+    lowered, rejected = [], []
     for linalg in sorted(tmp_path.glob("*.mlir")):
         done, hivm = to_hivm(packages, linalg, hivmc)
         if done.returncode:
-            refused.append((linalg.name, done.stderr))
+            rejected.append((linalg.name, done.stderr))
             continue
         text = hivm.read_text()
         assert "hivm.hir.pipe_barrier" in text
         assert "address_space<ub>" in text, "buffers are placed on the chip"
         assert not re.findall(r"\b(?:linalg|hfusion|tt)\.\w+\(", text), "nothing is left of the levels above"
         lowered.append(linalg.name)
-    assert [name for name, _ in refused] == ["rows_kernel-bf16-False-True-32768-8-64.mlir"]
+    assert [name for name, _ in rejected] == ["rows_kernel-bf16-False-True-32768-8-64.mlir"]
     assert {name.split("-")[0] for name in lowered} == kernels()
-    assert "overflow" in refused[0][1], "a tile that no buffer holds is refused: the compiler does look"
+    assert "overflow" in rejected[0][1], "a tile that no buffer holds is rejected: the compiler does look"

@@ -128,7 +128,7 @@ def test_what_the_model_lacks_is_named(feature: Named, message: str) -> None:
         ({"of": "cross", "kind": "number", "computed": "mf_score", "actions": ("buy",)}, "mf_score reads what every"),
     ],
 )
-def test_a_schema_with_what_cannot_be_computed_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_schema_with_what_cannot_be_computed_is_rejected(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Feature(name="x", **fields)
 

@@ -1,4 +1,4 @@
-"""A feature whose fields contradict each other is refused, with its name and the field."""
+"""A feature whose fields contradict each other is rejected, with its name and the field."""
 
 from __future__ import annotations
 

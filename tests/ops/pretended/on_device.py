@@ -21,7 +21,7 @@ from npu_gr.backend.npu.device import find
 
 
 def bad_calls(device: torch.device) -> dict[str, Callable[[], object]]:
-    """Calls that the binding must refuse, by the words with which it does."""
+    """Calls that the binding must reject, by the words with which it does."""
     ops = torch.ops.npu_gr
 
     def of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -60,8 +60,8 @@ def bad_calls(device: torch.device) -> dict[str, Callable[[], object]]:
     }
 
 
-def not_refused(device: torch.device) -> dict[str, str]:
-    """The calls that were taken, or refused in other words."""
+def not_rejected(device: torch.device) -> dict[str, str]:
+    """The calls that were taken, or rejected in other words."""
     found = {}
     for why, call in bad_calls(device).items():
         try:
@@ -82,7 +82,7 @@ def found(device: torch.device) -> dict[str, dict[str, str]]:
         wrong = {name: why for name, why in disagreements(device) if why}
     except RuntimeError as error:
         wrong["error"] = str(error)
-    return {"wrong": wrong, "not_refused": not_refused(device)}
+    return {"wrong": wrong, "not_rejected": not_rejected(device)}
 
 
 def main(library: str, faults: str) -> None:

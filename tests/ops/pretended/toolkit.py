@@ -1,8 +1,8 @@
 """A pretended CANN and torch_npu, so that build.sh, CMakeLists.txt, the binding and the platform query run end to end.
 
 `cann/` is a toolkit: `ascendc.cmake` makes launch functions and headers from the entry points and merges objects by a
-script that wants a build type; its device compiler is g++ with the CPU twin. `torch_npu/` is a device `npu` whose
-memory is this machine's: it knows what was freed, and runs a launch as late as it can. A kernel that the twin complains
+script that wants a build type; its device compiler is g++ with the CPU emulator. `torch_npu/` is a device `npu` whose
+memory is this machine's: it knows what was freed, and runs a launch as late as it can. A kernel that the emulator complains
 about is an error of the launch. Our own text, after the documented behaviour of both; no file of either is here.
 
 `installed()` compiles it, once: under build/, under its sources' hash. What uses it is a process of its own, because
@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ops.ascend_twin import SOURCES
+from tests.ops.ascend_emulator import SOURCES
 
 HERE = Path(__file__).parent
 CANN = HERE / "cann"

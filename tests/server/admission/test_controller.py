@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.core.errors import Overloaded, Refusal
+from npu_gr.core.errors import Overloaded, Rejection
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, RANK, SIGNAL
 from npu_gr.core.shares import WANTS_S
 from npu_gr.server.admission.controller import MIN_ACTIVE, AdmissionConfig, AdmissionController, Permit, ServiceTime
@@ -23,7 +23,7 @@ RETRY_S = 0.02
 PLACES = int(MAX_PASSES * MIN_ACTIVE)  # of a tenant while others ask
 
 
-def in_time_ratio(seen: Seen, instance: Instance, seconds: float) -> float:
+def within_slo_ratio(seen: Seen, instance: Instance, seconds: float) -> float:
     return seen.in_time / (seconds * instance.capacity_per_s)
 
 
@@ -32,8 +32,8 @@ def test_clients_that_retry_at_once_get_all_that_the_instance_can_do(clients: in
     async def work() -> tuple[float, Seen]:
         instance = Instance()
         seen = Seen()
-        await instance.closed(seen, clients, 3.0, pace_s=clients / 1400)
-        return in_time_ratio(seen, instance, 3.0), seen
+        await instance.closed(seen, clients, 3.0, service_time_s=clients / 1400)
+        return within_slo_ratio(seen, instance, 3.0), seen
 
     ratio, seen = virtually(work)
     assert ratio >= (0.65 if clients == 4 else 0.95)  # four clients do not fill the device
@@ -41,7 +41,7 @@ def test_clients_that_retry_at_once_get_all_that_the_instance_can_do(clients: in
 
 
 @pytest.mark.parametrize("size", [8, 16, 24, 32])
-def test_a_burst_that_fits_is_refused_nothing(size: int) -> None:
+def test_a_burst_that_fits_is_rejected_nothing(size: int) -> None:
     async def work() -> Seen:
         instance = Instance()
         seen = Seen()
@@ -75,16 +75,16 @@ def test_an_open_loop_gets_the_capacity_from_the_first_moment_to_the_last(times:
     assert min(per_second) >= 0.9 * capacity_per_s
     assert seen.counts["late"] <= 0.02 * seen.in_time
     if times > 1.0:
-        told_s = sorted(seen.refused_after_s)
+        told_s = sorted(seen.rejected_after_s)
         assert told_s[int(0.95 * len(told_s))] <= 0.002  # whoever cannot be in time is told at once
 
 
-def test_a_small_tenant_beside_a_hot_one_is_never_refused() -> None:
+def test_a_small_tenant_beside_a_hot_one_is_never_rejected() -> None:
     async def work() -> tuple[Seen, Seen]:
         instance = Instance()
         hot = Seen()
         small = Seen()
-        busy = asyncio.ensure_future(instance.closed(hot, 64, 3.0, pace_s=RETRY_S, tenant="hot"))
+        busy = asyncio.ensure_future(instance.closed(hot, 64, 3.0, service_time_s=RETRY_S, tenant="hot"))
         asked = []
         for _ in range(55):
             asked.append(asyncio.ensure_future(instance.ask(small, tenant="small")))
@@ -93,7 +93,7 @@ def test_a_small_tenant_beside_a_hot_one_is_never_refused() -> None:
         return hot, small
 
     hot, small = virtually(work)
-    assert hot.counts["refused"] > 100
+    assert hot.counts["rejected"] > 100
     assert small.counts == {"in_time": 55}
     assert max(small.latencies_s) < 0.6 * OBJECTIVE_S
 
@@ -106,7 +106,7 @@ def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_
     small = [held.arrive(tenant="small") for _ in range(PLACES)]
     assert not any(waiting.rejection for waiting in (guest, *small))
     for number in range(PLACES):
-        held.wait(held.admission.work.pace_s(RANK.name))  # so that the window stays as it is
+        held.wait(held.admission.work.service_time_s(RANK.name))  # so that the window stays as it is
         hot.pop().leave()
         assert small[number].permit  # the places go to the small one, which has less than half of them
         assert not guest.permit
@@ -179,7 +179,7 @@ def test_a_pause_is_forgotten_within_a_quarter_of_a_second() -> None:
     async def work() -> list[int]:
         instance = Instance()
         seen = Seen()
-        load = asyncio.ensure_future(instance.closed(seen, 8, 2.0, pace_s=RETRY_S))
+        load = asyncio.ensure_future(instance.closed(seen, 8, 2.0, service_time_s=RETRY_S))
         await asyncio.sleep(0.9)
         bins = []
         for number in range(8):
@@ -197,7 +197,7 @@ def test_a_pause_is_forgotten_within_a_quarter_of_a_second() -> None:
     assert all(count >= 0.9 * quiet for count in after)
 
 
-def test_an_instance_that_is_nearly_idle_refuses_nobody_whatever_its_objective() -> None:
+def test_an_instance_that_is_nearly_idle_rejects_nobody_whatever_its_objective() -> None:
     async def work() -> Seen:
         instance = Instance(objective_s=lambda _kind: 1e-5)  # far below what a request takes
         seen = Seen()
@@ -205,7 +205,7 @@ def test_an_instance_that_is_nearly_idle_refuses_nobody_whatever_its_objective()
         return seen
 
     seen = virtually(work)
-    assert not seen.counts["refused"]
+    assert not seen.counts["rejected"]
     assert seen.in_time > 500
 
 
@@ -214,7 +214,7 @@ def test_a_smaller_budget_is_the_time_that_counts() -> None:
         instance = Instance()
         patient = Seen()
         hasty = Seen()
-        load = asyncio.ensure_future(instance.closed(patient, 40, 1.0, pace_s=RETRY_S))
+        load = asyncio.ensure_future(instance.closed(patient, 40, 1.0, service_time_s=RETRY_S))
         await asyncio.sleep(0.2)
         for _ in range(30):
             await instance.ask(hasty, budget_s=0.004)
@@ -224,7 +224,7 @@ def test_a_smaller_budget_is_the_time_that_counts() -> None:
 
     patient, hasty = virtually(work)
     assert patient.in_time > 1000
-    assert hasty.counts["refused"] > 20  # 4 ms is less than what is inside takes
+    assert hasty.counts["rejected"] > 20  # 4 ms is less than what is inside takes
 
 
 OPEN: list[Held] = []
@@ -415,7 +415,7 @@ def test_a_cancelled_coroutine_gives_back_what_it_was_given() -> None:
     assert virtually(work) == 0
 
 
-def test_a_refusal_is_an_error_of_the_tree() -> None:
+def test_a_rejection_is_an_error_of_the_tree() -> None:
     async def work() -> None:
         instance = Instance(max_inflight=1)
         with await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0), pytest.raises(Overloaded):
@@ -496,7 +496,7 @@ def test_a_tenant_that_only_signals_is_rejected_where_others_share_the_instance(
     assert alone[-1].rejection is None
     assert follows[-1].rejection is None
     assert with_others[-1].rejection is not None
-    assert with_others[-1].rejection.reason is Refusal.SHARE
+    assert with_others[-1].rejection.reason is Rejection.SHARE
 
 
 def learnt(seconds: float, samples: int = 500) -> ServiceTime:

@@ -1,4 +1,4 @@
-"""What a page of another site can make a browser send is refused; what is no browser, and our own page, is not."""
+"""What a page of another site can make a browser send is rejected; what is no browser, and our own page, is not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from multidict import CIMultiDict
 
 from npu_gr.core.errors import Forbidden
-from npu_gr.server.auth.rules import is_loopback_name, refuse_foreign_pages
+from npu_gr.server.auth.rules import is_loopback_name, reject_foreign_pages
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from npu_gr.server.auth.rules import is_loopback_name, refuse_foreign_pages
     ],
 )
 def test_no_page_of_another_site(headers: dict[str, str]) -> None:
-    refuse_foreign_pages(CIMultiDict(headers), is_loopback=True)
+    reject_foreign_pages(CIMultiDict(headers), is_loopback=True)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_no_page_of_another_site(headers: dict[str, str]) -> None:
 )
 def test_a_page_of_another_site(headers: dict[str, str], named: str) -> None:
     with pytest.raises(Forbidden, match=f"^{named}: "):
-        refuse_foreign_pages(CIMultiDict(headers), is_loopback=True)
+        reject_foreign_pages(CIMultiDict(headers), is_loopback=True)
 
 
 def test_any_name_may_mean_a_public_address() -> None:
-    refuse_foreign_pages({"Host": "rank.shop.example"}, is_loopback=False)
+    reject_foreign_pages({"Host": "rank.shop.example"}, is_loopback=False)
 
 
 @pytest.mark.parametrize("name", ["localhost", "LOCALHOST.", "127.0.0.1", "127.1.2.3", "::1"])

@@ -80,9 +80,9 @@ async def test_a_profile_is_taken_beside_requests_one_at_a_time(tmp_path: Path) 
     async with serving(tmp_path) as (client, _):
         both = [asyncio.create_task(client.get("/debug/profile?seconds=1")) for _ in range(2)]
         assert (await client.post("/v1/rank", json=RANK)).status == 200
-        taken, refused = sorted(await asyncio.gather(*both), key=lambda answer: answer.status)
-        assert (taken.status, refused.status) == (200, 429)
-        assert "another profile" in (await refused.json())["detail"]
+        taken, rejected = sorted(await asyncio.gather(*both), key=lambda answer: answer.status)
+        assert (taken.status, rejected.status) == (200, 429)
+        assert "another profile" in (await rejected.json())["detail"]
         text = await taken.text()
         for seconds in ("0", "61", "nan", "inf", "x", ""):
             bad = await client.get(f"/debug/profile?seconds={seconds}")

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from npu_gr.server.grpc.inference import message
 from npu_gr.server.oip.models import DTYPES, pack
-from npu_gr.server.rpc.inference import message
 
 
 class Input(NamedTuple):

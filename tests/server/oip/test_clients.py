@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from npu_gr.server.oip.models import MODELS
 from tests.server.examples import HISTORY as EXAMPLE_HISTORY
-from tests.server.rpc.rig import Rig, serving_rpc
+from tests.server.grpc.rig import Rig, serving_rpc
 
 with warnings.catch_warnings():  # its generated code is one version of protobuf older
     warnings.simplefilter("ignore")

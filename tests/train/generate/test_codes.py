@@ -11,7 +11,7 @@ import torch
 
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import item_id
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.generate.codes import (
     SHORTEST,
@@ -80,7 +80,7 @@ def test_codes_say_how_even_they_are() -> None:
     assert "4 items collided and got other codes" in made.text()
 
 
-def test_ids_suffice_to_the_last_one_and_one_fewer_is_refused() -> None:
+def test_ids_suffice_to_the_last_one_and_one_fewer_is_rejected() -> None:
     rows = np.zeros((27, 4), np.float32)
     assert len(np.unique(residual_codes(rows, (3, 3, 3), np.arange(27), 0).sids, axis=0)) == 27
     with pytest.raises(ConfigError, match=r"code_count: \[3, 3, 3\] make 27 semantic IDs, 28 needed"):

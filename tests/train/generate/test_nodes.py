@@ -25,7 +25,13 @@ from npu_gr.train.data import Window, batches, build_log
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
 from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, encode, next_logits, nodes_of
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
-from npu_gr.train.generate.train import COMPANY_WINDOW, GeneratorJudge, TrainedGenerator, _new_model, train_generator
+from npu_gr.train.generate.train import (
+    COMPANY_WINDOW,
+    GeneratorEvaluator,
+    TrainedGenerator,
+    _new_model,
+    train_generator,
+)
 from tests.train.generate.test_train import ONE, TINY
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -142,8 +148,8 @@ def test_the_search_ranks_as_brute_force_among_siblings(trained: TrainedGenerato
              for item, sid in enumerate(codes.sids.tolist())]
         )  # fmt: skip
         want.append((scores > scores[log.items[at]]).sum())
-    judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
-    assert judge.judge(model, log, users).ranks.overall.tolist() == want
+    evaluate = GeneratorEvaluator(codes, log.item_ids, TINY.history_items, 50)
+    assert evaluate.evaluate(model, log, users).ranks.overall.tolist() == want
 
 
 def test_nodes_start_where_all_of_their_items_stand(trained: TrainedGenerator) -> None:

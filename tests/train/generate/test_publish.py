@@ -18,7 +18,7 @@ from npu_gr.catalogue.centroids import FILE
 from npu_gr.catalogue.records import read_items
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import ItemValues
+from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model import hf
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
@@ -117,8 +117,8 @@ async def test_a_new_item_without_a_semantic_id_is_found_at_once(folder: Path, t
 
         new: dict[str, Any] = {"item_id": 7001, "order": 0.0, "attributes": {"kind": "odd"}}
         for features, told in (({}, r"add[0].features"), ({"kind": "green"}, "one of kind, tags")):
-            refused = await asked("/v1/catalog/items", 422, add=[{**new, "features": features}])
-            assert told in str(refused)
+            rejected = await asked("/v1/catalog/items", 422, add=[{**new, "features": features}])
+            assert told in str(rejected)
         more = [{**new, "item_id": 7002, "features": {"tags": ["a", "b"]}}, {**new, "item_id": 7003, "sid": [5, 5]}]
         taken = {tuple(sid) for sid in trained.codes.sids.tolist()}
         more[1]["sid"] = next([a, b] for a in range(6) for b in range(6) if (a, b) not in taken)

@@ -26,7 +26,7 @@ from npu_gr.train.generate.train import (
     COMPANY_WINDOW,
     DECODER,
     GenerateOptions,
-    GeneratorJudge,
+    GeneratorEvaluator,
     TrainedGenerator,
     _fit,
     _new_model,
@@ -113,8 +113,8 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGene
         better = (scores := chances.gather(2, tokens[..., None]).sum((1, 2)).numpy()) > scores[target]
         ranks.append(better.sum())
         ranks_unseen.append(sum(better[item] for item in range(NUM_ITEMS) if item not in history))
-    judge = GeneratorJudge(codes, log.item_ids, TINY.history_items, 50)
-    found = judge.judge(model, log, log.next_items(), unseen=True)
+    evaluate = GeneratorEvaluator(codes, log.item_ids, TINY.history_items, 50)
+    found = evaluate.evaluate(model, log, log.next_items(), unseen=True)
     found_ranks = NextItemRanks(np.array(ranks, float), np.array(ranks_unseen, float), np.zeros(len(ranks), np.bool_))
     assert found == RetrievalFigures.from_ranks(found_ranks, DECODER, 0.0)
     assert found == trained.report.own
@@ -125,10 +125,10 @@ def test_the_search_ranks_as_brute_force_over_the_catalogue(trained: TrainedGene
 
 
 def test_an_answer_that_the_catalogue_lacks_would_be_counted(trained: TrainedGenerator) -> None:
-    judge = GeneratorJudge(trained.codes, trained.log.item_ids, TINY.history_items, 50)
-    judge._sids[70] = [0, 99]
+    evaluate = GeneratorEvaluator(trained.codes, trained.log.item_ids, TINY.history_items, 50)
+    evaluate._sids[70] = [0, 99]
     asked = trained.log.next_items()[:5]
-    assert math.isclose(judge.judge(trained.model, trained.log, asked).invalid_ratio, 1 / NUM_ITEMS)
+    assert math.isclose(evaluate.evaluate(trained.model, trained.log, asked).invalid_ratio, 1 / NUM_ITEMS)
 
 
 def test_the_loss_is_the_mean_over_codes_of_real_items(trained: TrainedGenerator) -> None:
@@ -196,12 +196,12 @@ def test_the_best_state_on_the_validation_is_kept_and_patience_ends_the_training
     scores = itertools.chain([0.1, 0.3, 0.2, 0.3, 0.9], itertools.repeat(0.0))
     states: list[torch.Tensor] = []
 
-    def judge(_self: GeneratorJudge, model: Decoder, *_: object, **__: object) -> RetrievalFigures:
+    def evaluate(_self: GeneratorEvaluator, model: Decoder, *_: object, **__: object) -> RetrievalFigures:
         states.append(model.embedding.weight.clone())
         score = next(scores)
         return RetrievalFigures(model="m", num_users=1, hr_at_10=score, ndcg_at_10=score, hr_at_50=score)
 
-    monkeypatch.setattr(GeneratorJudge, "judge", judge)
+    monkeypatch.setattr(GeneratorEvaluator, "evaluate", evaluate)
     options = msgspec.structs.replace(ONE, epochs=9, validate_every=1, patience=2)
     seen: list[TrainingProgress] = []
     found = train_generator(planted(), [], options, progress=seen.append)
@@ -216,14 +216,14 @@ def test_the_served_generator_is_refitted_on_all_events_for_the_epochs_of_the_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The epochs of the best validation, here the second one, and no more."""
-    real = GeneratorJudge.judge
+    real = GeneratorEvaluator.evaluate
     scores = itertools.chain([0.1, 0.3], itertools.repeat(0.0))
 
-    def judge(self: GeneratorJudge, *given: Any, **options: Any) -> RetrievalFigures:
+    def evaluate(self: GeneratorEvaluator, *given: Any, **options: Any) -> RetrievalFigures:
         found = real(self, *given, **options)
         return found if options.get("unseen") else dataclasses.replace(found, ndcg_at_10=next(scores))
 
-    monkeypatch.setattr(GeneratorJudge, "judge", judge)
+    monkeypatch.setattr(GeneratorEvaluator, "evaluate", evaluate)
     options = msgspec.structs.replace(ONE, epochs=4, validate_every=1, dropout=0.1)
     seen: list[TrainingProgress] = []
     evaluated = train_generator(planted(), [], options)
@@ -251,8 +251,8 @@ def test_an_item_of_the_newest_events_alone_is_generated_after_the_refit() -> No
         found = train_generator(events, [], msgspec.structs.replace(TINY, refit=refit))
         log = found.log if refit else build_log(events, [], "leave-one-out")
         ends = [NextItem(user, int(log.starts[user + 1]) - 1) for user in range(log.num_users)]
-        judge = GeneratorJudge(found.codes, log.item_ids, TINY.history_items, 50)
-        places.append(judge.judge(found.model, log, ends).hr_at_10)
+        evaluate = GeneratorEvaluator(found.codes, log.item_ids, TINY.history_items, 50)
+        places.append(evaluate.evaluate(found.model, log, ends).hr_at_10)
     assert places[1] > places[0] + 0.3
 
 

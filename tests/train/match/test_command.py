@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from npu_gr.cli.main import main
-from npu_gr.matching.vectors import load
+from npu_gr.vector_search.vectors import load
 from tests.train.match.synthetic import write
 
 
@@ -23,7 +23,7 @@ def test_the_command_trains_and_exports(tmp_path: Path) -> None:
     assert len(vectors.users) == 160
     assert "the strongest baseline" in out.output
     assert "EASE, both: hit_10" in out.output
-    assert set(vectors.figures) >= {"hit_50", "hit_50_twins", "validation_smooth_hit"}
+    assert set(vectors.figures) >= {"hit_50", "hit_50_near_duplicates", "validation_smooth_hit"}
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,10 @@ def test_nothing_held_out_is_trained_on_and_the_split_is_the_seeds(tmp_path: Pat
     assert not np.array_equal(one.target.items, other.target.items)
 
 
-def test_one_log_as_both_domains_is_refused(tmp_path: Path) -> None:
+def test_one_log_as_both_domains_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "one.tsv"
     path.write_text("".join(f"u{user}\t{item}\t1\n" for user in range(20) for item in range(user % 4, 8)))
-    with pytest.raises(DataError, match="asks for a twin of what its user has in the source: is it one log"):
+    with pytest.raises(DataError, match="asks for a near-duplicate of what its user has in the source: is it one log"):
         split(read_domains(path, path), 1.0, 20, 0)
 
 

@@ -11,14 +11,14 @@ import torch
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Basis
-from npu_gr.matching.matcher import Matcher
-from npu_gr.matching.vectors import load, save
-from npu_gr.train.judge import HeldOut, smooth_hit, unique_edges
+from npu_gr.train.evaluate import HeldOut, smooth_hit, unique_edges
 from npu_gr.train.linear import PureSVD
 from npu_gr.train.match import joined
 from npu_gr.train.match.domains import Domains, MatchData, split
 from npu_gr.train.match.joined import BASELINES, FittedLinear, JoinedVectors, export, fit_joint_svd, join
 from npu_gr.train.match.train import TrainedVectors, Trainer, log_odds
+from npu_gr.vector_search.matcher import Matcher
+from npu_gr.vector_search.vectors import load, save
 from tests.train.match.synthetic import domains, quick
 
 Made = tuple[Domains, MatchData, FittedLinear[PureSVD], TrainedVectors]
@@ -43,7 +43,7 @@ def test_it_is_the_weighted_sum_of_its_parts(made: Made, monkeypatch: pytest.Mon
     found = with_all_parts(made, monkeypatch)
     assert found.items.shape[1] == svd.model.num_values + 16 + 1
     users = torch.from_numpy(np.flatnonzero(degrees[0]))
-    sample = torch.from_numpy(data.judge().held_out.users[:256])
+    sample = torch.from_numpy(data.evaluate().held_out.users[:256])
     spectral = svd.model.scores(users) * svd.factors
     encoder = trained.scores(users) / trained.scores(sample).square().mean().sqrt()
     popularity = torch.from_numpy(np.log(degrees[1] + 0.5)).float()
@@ -81,7 +81,7 @@ def test_who_is_served_how(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path
     target = type(data.target)(data.target.users[kept], data.target.items[kept], 160, data.target.num_items)
     kept = data.validation.users != cold
     held_out = HeldOut(data.validation.users[kept], data.validation.items[kept])
-    data = MatchData(data.source, target, held_out, data.owned_twins)
+    data = MatchData(data.source, target, held_out, data.owned_near_duplicates)
     found = join(data, fit_joint_svd(data), made[3])
     save(export(both, data, found, {}), tmp_path)
     matcher = Matcher(load(tmp_path), "exact", CPUBackend())
@@ -129,13 +129,13 @@ def test_what_is_served_knows_the_edges_of_the_validation_and_is_chosen_without_
         fitted = fit(data)
         assert fitted is not None, name
         assert fitted.chosen.settings == fitted.served.settings
-        asked = data.judge()
+        asked = data.evaluate()
         held = [smooth_hit(asked.ranks_by(model.scores)) for model in fitted]
         assert held[0] == pytest.approx(fitted.chosen.validation)
         assert held[1] > held[0], name
     # The encoder: the same weights pass messages over all edges.
     again = trained.validated
-    assert smooth_hit(data.judge().ranks_by(again.scores)) == pytest.approx(trained.validation)
+    assert smooth_hit(data.evaluate().ranks_by(again.scores)) == pytest.approx(trained.validation)
     changed = (trained.users != again.users).any(1).numpy()
     assert changed[data.validation.users].all()
     assert trained.folding.degrees.tolist() == whole.target.degrees()[1].tolist()

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.matching.fold import Folding
-from npu_gr.train.judge import Graph
+from npu_gr.train.evaluate import Graph
 from npu_gr.train.match.model import GraphEncoder
+from npu_gr.vector_search.fold import Folding
 
 DIM, NUM_ITEMS, NUM_LAYERS = 8, 30, 2
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.train.judge import Graph
+from npu_gr.train.evaluate import Graph
 from npu_gr.train.match.model import dots, katz, propagation, times
 
 

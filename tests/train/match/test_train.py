@@ -22,11 +22,11 @@ def same(one: TrainedVectors, two: TrainedVectors) -> bool:
 
 def test_the_planted_taste_is_carried_over(tmp_path: Path) -> None:
     both = domains(tmp_path)
-    seen, judge = split(both, 0.6, 60, 0), both.judge()
+    seen, evaluate = split(both, 0.6, 60, 0), both.evaluate()
     hits = {}
     for schedule in ("target-only", "separated"):
         result = Trainer(seen, quick(schedule=schedule)).run()
-        hits[schedule] = hit_ratio(judge.ranks_by(result.scores), 20)
+        hits[schedule] = hit_ratio(evaluate.ranks_by(result.scores), 20)
     assert hits["separated"] > 1.3 * hits["target-only"]
 
 
@@ -72,12 +72,12 @@ def test_the_curriculum_is_paced_by_validations_not_by_the_longest_stage(
 
 def test_ranks_are_the_brute_force_ones(tmp_path: Path) -> None:
     both = domains(tmp_path)
-    judge = both.judge_with_twins()
+    evaluate = both.judge_with_near_duplicates()
     random = np.random.default_rng(0)
     users = torch.from_numpy(random.integers(-2, 3, (both.target.num_users, 4)).astype(np.float32))
     items = torch.from_numpy(random.integers(-2, 3, (both.target.num_items, 4)).astype(np.float32))
     known = set(zip(both.target.users.tolist(), both.target.items.tolist(), strict=True))
-    found = judge.ranks(users, items)
+    found = evaluate.ranks(users, items)
     for user, goal, rank in zip(*both.test, found, strict=True):
         scores = (items @ users[int(user)]).tolist()
         others = [s for item, s in enumerate(scores) if item != goal and (int(user), item) not in known]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from npu_gr.core.arrays import F32
-from npu_gr.model.order import WEIGHTS, Order
+from npu_gr.model.blend import WEIGHTS, ScoreBlend
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import Difference
-from npu_gr.train.rank.order import ItemList, count_order
-from npu_gr.train.rank.order_choice import SOURCES, alone, better_alone, in_words, to_serve
+from npu_gr.train.rank.blend import ItemList, count_blend
+from npu_gr.train.rank.blend_choice import SOURCES, alone, better_alone, in_words, to_serve
 from tests.train.synthetic import NUM_ITEMS, planted
 
 NUM_USERS = 60
@@ -25,10 +25,10 @@ def log() -> InteractionLog:
 
 
 @pytest.fixture(scope="module")
-def order(log: InteractionLog) -> Order:
+def order(log: InteractionLog) -> ScoreBlend:
     """It goes by the click."""
     weights = dict.fromkeys(WEIGHTS, 0.0) | {"click": 1.0, "seen": -9.0}
-    return replace(count_order(log, "click"), weights=weights)
+    return replace(count_blend(log, "click"), weights=weights)
 
 
 def term(item: int, history: list[int], place: int) -> F32:
@@ -59,7 +59,7 @@ def right(share: float) -> list[int]:
     return [0 if row < share * NUM_USERS else WRONG for row in range(NUM_USERS)]
 
 
-def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(log: InteractionLog, order: Order) -> None:
+def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(log: InteractionLog, order: ScoreBlend) -> None:
     found, targets = lists(log, {"click": right(0.2), "neighbours": right(0.7), "transitions": right(0.1)})
     better = better_alone(order, log, found, targets)
     assert list(better) == ["neighbours"]
@@ -87,7 +87,7 @@ def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(log:
         assert np.array_equal(np.argsort(-one.scores(served)[unseen], kind="stable"), by_source)
 
 
-def test_a_source_that_may_be_better_by_chance_is_named_and_the_order_stays(log: InteractionLog, order: Order) -> None:
+def test_a_source_that_may_be_better_by_chance_is_named_and_the_order_stays(log: InteractionLog, order: ScoreBlend) -> None:
     # better for three users, worse for two
     by_click = [0] * 30 + [WRONG] * 3 + [0] * 2 + [WRONG] * 25
     by_source = [0] * 30 + [0] * 3 + [WRONG] * 2 + [WRONG] * 25
@@ -102,7 +102,7 @@ def test_a_source_that_may_be_better_by_chance_is_named_and_the_order_stays(log:
     assert in_words(better) == [f"WARNING: transitions alone, less the fitted order, on the validation: {words}"]
 
 
-def test_an_order_that_beats_every_source_stays_without_words(log: InteractionLog, order: Order) -> None:
+def test_an_order_that_beats_every_source_stays_without_words(log: InteractionLog, order: ScoreBlend) -> None:
     found, targets = lists(log, {"click": right(0.7), "retrieval": right(0.6), "neighbours": right(0.2)})
     better = better_alone(order, log, found, targets)
     assert better == {}
@@ -110,26 +110,26 @@ def test_an_order_that_beats_every_source_stays_without_words(log: InteractionLo
     assert in_words(better) == []
 
 
-def test_a_tie_is_not_better(log: InteractionLog, order: Order) -> None:
+def test_a_tie_is_not_better(log: InteractionLog, order: ScoreBlend) -> None:
     found, targets = lists(log, dict.fromkeys(("click", *SOURCES), right(0.5)))
     assert better_alone(order, log, found, targets) == {}
     assert better_alone(order, log, [], []) == {}
 
 
-def test_the_best_source_is_named_first(log: InteractionLog, order: Order) -> None:
+def test_the_best_source_is_named_first(log: InteractionLog, order: ScoreBlend) -> None:
     found, targets = lists(log, {"click": right(0.1), "retrieval": right(0.4), "neighbours": right(0.8)})
     better = better_alone(order, log, found, targets)
     assert list(better) == ["neighbours", "retrieval"]
     assert to_serve(order, better).weights["neighbours"] == 1.0
 
 
-def test_of_two_that_are_better_the_one_that_surely_is_is_served(order: Order) -> None:
+def test_of_two_that_are_better_the_one_that_surely_is_is_served(order: ScoreBlend) -> None:
     better = {"transitions": Difference(0.3, -0.1, 0.7, 0.2), "retrieval": Difference(0.2, 0.1, 0.3, 0.01)}
     assert to_serve(order, better).weights == alone(order, "retrieval").weights
     assert [line.endswith("its order is served") for line in in_words(better)] == [False, True]
 
 
-def test_items_that_a_list_lacks_stand_behind_it(log: InteractionLog, order: Order) -> None:
+def test_items_that_a_list_lacks_stand_behind_it(log: InteractionLog, order: ScoreBlend) -> None:
     found, targets = lists(log, {"click": right(1.0), "neighbours": right(1.0)})
     own = [int(log.items[event]) for _, event in targets]
     kept = [one.items != item for one, item in zip(found, own, strict=True)]

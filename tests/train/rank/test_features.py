@@ -17,14 +17,14 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.computed import OF_HISTORY, CrossFeatures, ItemValueTable
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.features.interactions import FeatureColumn, Interactions, ItemValues
+from npu_gr.history_store.interactions import FeatureColumn, Interactions, ItemValues
 from npu_gr.model.feature_rows import FeatureValues, NewItems
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_input import cross_features
 from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
-from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank.evaluate import evaluated_logits
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LoggedCross, LogInputs
@@ -234,9 +234,9 @@ def test_the_evaluation_reads_the_same_and_so_do_lists() -> None:
     model = model_of(log)
     inputs = LogInputs(log, model)
     targets = log.next_items()
-    judged = dict(zip(np.flatnonzero(~log.trained).tolist(), judged_logits(inputs, model, 1).tolist(), strict=True))
+    evaluated = dict(zip(np.flatnonzero(~log.trained).tolist(), evaluated_logits(inputs, model, 1).tolist(), strict=True))
     for (_, event), u in zip(targets, user_vectors(inputs, model, targets), strict=True):
-        assert judged[event] == pytest.approx(float(asked(log, model, event)[0, 1]), abs=1e-5)
+        assert evaluated[event] == pytest.approx(float(asked(log, model, event)[0, 1]), abs=1e-5)
         torch.testing.assert_close(u, asked(log, model, event, is_next=True)[0], atol=1e-5, rtol=0)
         own = torch.from_numpy(log.items[event : event + 1])
         shown = model(CPU, [inputs.segment(event, own, is_shown=True)])[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from npu_gr.core.arrays import I64
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.baselines import Markov
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.train import train_rank
@@ -80,7 +80,7 @@ def test_what_is_served_is_not_below_the_strongest_baseline(history: History, te
     assert beside is not None
     assert markov is not None
     assert beside.baseline in strongest
-    assert all(gap.high >= 0 for gap in list(beside.differences.values())[:2])  # by which it is judged
+    assert all(gap.high >= 0 for gap in list(beside.differences.values())[:2])  # by which it is evaluated
     words = ranker_words(found)
     assert words[0].startswith(f"ranker in its fitted order less {beside.baseline}: ")
     order = checkpoint.order

@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.model.neighbours import LAST_ITEMS
-from npu_gr.model.order import WEIGHTS, Order
+from npu_gr.model.blend import WEIGHTS, ScoreBlend
+from npu_gr.model.item_similarity import LAST_ITEMS
 from npu_gr.train.baselines import graph_of
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.linear import EASE
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank import neighbours as module
-from npu_gr.train.rank import order_choice
-from npu_gr.train.rank.neighbours import (
+from npu_gr.train.rank import blend_choice
+from npu_gr.train.rank import item_similarity as module
+from npu_gr.train.rank.blend import ItemList, count_transitions, fit_blend
+from npu_gr.train.rank.blend_choice import choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
+from npu_gr.train.rank.item_similarity import (
     KINDS,
     MANY_ITEMS,
     USUAL,
@@ -25,8 +27,6 @@ from npu_gr.train.rank.neighbours import (
     count_neighbours,
     ease_neighbours,
 )
-from npu_gr.train.rank.order import ItemList, count_transitions, fit_order
-from npu_gr.train.rank.order_choice import choose_kind, list_likelihood, ndcg_cross_fitted, ndcg_of_lists
 from tests.train.synthetic import NUM_ITEMS, planted
 
 EVERY = np.arange(NUM_ITEMS)
@@ -129,7 +129,7 @@ def lists_of(log: InteractionLog, targets: list[NextItem]) -> list[ItemList]:
     return [ItemList(EVERY, **terms) for _ in targets]
 
 
-def orders(log: InteractionLog, *kinds: NeighbourKind) -> dict[NeighbourKind, Order]:
+def orders(log: InteractionLog, *kinds: NeighbourKind) -> dict[NeighbourKind, ScoreBlend]:
     transitions = count_transitions(log, "click")
     return {kind: replace(transitions, neighbours=kind.counted(log)) for kind in kinds}
 
@@ -163,7 +163,7 @@ def test_the_kind_that_orders_the_validation_better_is_chosen() -> None:
 
 def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each half of the users is told its next item by another term: what one has learnt helps the other nothing."""
-    monkeypatch.setattr(order_choice, "FOLDS", 2)
+    monkeypatch.setattr(blend_choice, "FOLDS", 2)
     log = build_log(planted(num_users=60, num_events=30), [], "leave-one-out")
     targets = log.next_items()
     lists = []
@@ -171,7 +171,7 @@ def test_each_user_is_judged_by_weights_of_which_it_knows_nothing(monkeypatch: p
         is_next = (log.items[event] == EVERY).astype(np.float32)
         lists.append(found._replace(click=is_next) if row % 2 else found._replace(popularity=is_next))
     order = count_transitions(log, "click")
-    assert (ndcg_of_lists(fit_order(order, log, lists, targets), log, lists, targets) == 1).all()
+    assert (ndcg_of_lists(fit_blend(order, log, lists, targets), log, lists, targets) == 1).all()
     assert not (ndcg_cross_fitted(order, log, lists, targets) == 1).any()
     assert len(ndcg_cross_fitted(order, log, lists[:1], targets[:1])) == 1  # nobody else is there
 
@@ -196,12 +196,12 @@ def test_a_kind_is_chosen_by_what_is_shown_and_else_by_the_likelihood(
     targets = log.next_items()[:4]
     counted = orders(log, NeighbourKind(LAST_ITEMS), NeighbourKind(MANY_ITEMS))
 
-    def figures(gaps: list[float], order: Order) -> F64:
+    def figures(gaps: list[float], order: ScoreBlend) -> F64:
         assert order.neighbours is not None
         return np.array(gaps) * (order.neighbours.last_items == MANY_ITEMS)
 
-    monkeypatch.setattr(order_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
-    monkeypatch.setattr(order_choice, "list_likelihood", lambda order, *_: figures(likely, order))
+    monkeypatch.setattr(blend_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
+    monkeypatch.setattr(blend_choice, "list_likelihood", lambda order, *_: figures(likely, order))
     found = choose_kind(counted, log, lists_of(log, targets), targets)
     assert found.kind == (NeighbourKind(MANY_ITEMS) if is_chosen else NeighbourKind(LAST_ITEMS))
 
@@ -216,12 +216,12 @@ def test_a_kind_that_reads_more_has_to_show_better_lists(
     targets = log.next_items()[:4]
     usual, linear = KINDS[0], next(kind for kind in KINDS if kind.is_linear)
 
-    def figures(gaps: list[float], order: Order) -> F64:
+    def figures(gaps: list[float], order: ScoreBlend) -> F64:
         assert order.neighbours is not None
         return np.array(gaps) * order.neighbours.is_linear
 
-    monkeypatch.setattr(order_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
-    monkeypatch.setattr(order_choice, "list_likelihood", lambda order, *_: figures([0.3, 0.3, 0.4, 0.3], order))
+    monkeypatch.setattr(blend_choice, "ndcg_of_lists", lambda order, *_: figures(places, order))
+    monkeypatch.setattr(blend_choice, "list_likelihood", lambda order, *_: figures([0.3, 0.3, 0.4, 0.3], order))
     found = choose_kind(orders(log, usual, linear), log, lists_of(log, targets), targets)
     assert found.kind == (linear if is_chosen else usual)
 

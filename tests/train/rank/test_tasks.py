@@ -1,4 +1,4 @@
-"""Tasks suit the log: event types, one action, stars, another scale; what does not suit is refused with the remedy."""
+"""Tasks suit the log: event types, one action, stars, another scale; what does not suit is rejected with the remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import override
-from npu_gr.features.interactions import Interactions
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.data import build_log
 from npu_gr.train.rank.options import CLICK, LIKE, Task, choose_tasks, make_labels
 from npu_gr.train.rank.train import train_rank
@@ -89,7 +89,7 @@ def test_tasks_can_be_told() -> None:
     assert train_rank(planted(), [], msgspec.structs.replace(TINY, tasks=stars))[1].ranker.auc > 0
 
 
-def test_what_does_not_suit_is_refused_with_the_remedy() -> None:
+def test_what_does_not_suit_is_rejected_with_the_remedy() -> None:
     log = build_log(EVENTS, [], "user-time")
     with pytest.raises(ConfigError, match=r"task buy: the log has no action 'purchas'; did you mean 'purchase'\?"):
         make_labels(log, [Task(name="buy", actions=("purchas",))])

@@ -16,18 +16,18 @@ import torch
 from rich.console import Console
 
 from npu_gr.core.errors import DataError
-from npu_gr.features.interactions import Interactions, ItemValues
+from npu_gr.history_store.interactions import Interactions, ItemValues
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.hstu_layer import Segment
-from npu_gr.model.order import Order
 from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import Difference
-from npu_gr.train.rank import order_choice as module
-from npu_gr.train.rank.evaluate import judged_logits
+from npu_gr.train.rank import blend_choice as module
+from npu_gr.train.rank.blend import ItemList, count_transitions
+from npu_gr.train.rank.evaluate import evaluated_logits
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.neighbours import KINDS
+from npu_gr.train.rank.item_similarity import KINDS
 from npu_gr.train.rank.options import Task, TrainOptions
-from npu_gr.train.rank.order import ItemList, count_transitions
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.site.report import warning_of_ranker
 from npu_gr.train.steps import TrainingProgress
@@ -116,16 +116,16 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
 
 def test_a_source_that_is_surely_better_alone_is_named_served_and_refitted(monkeypatch: pytest.MonkeyPatch) -> None:
     gap = Difference(0.1, 0.05, 0.15, 0.001)
-    judged: list[tuple[int, int]] = []
+    evaluated: list[tuple[int, int]] = []
 
-    def better(_: Order, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> dict[str, Any]:
+    def better(_: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> dict[str, Any]:
         assert all(target.event == log.starts[target.user] + log.num_trained[target.user] for target in targets)
-        judged.append((int(log.trained.sum()), len(lists)))
+        evaluated.append((int(log.trained.sum()), len(lists)))
         return {"neighbours": gap}
 
     monkeypatch.setattr(module, "better_alone", better)
     served, found = train_rank(planted(), [], msgspec.structs.replace(TINY, refit=True))
-    assert judged == [(60 * 28, 60)], "by the validation, not by the test"
+    assert evaluated == [(60 * 28, 60)], "by the validation, not by the test"
     words = "WARNING: neighbours alone, less the fitted order, on the validation: NDCG@10 +0.1000 (+0.0500 .. +0.1500)"
     for said in (found.text(), warning_of_ranker(found)):
         assert f"{words}; its order is served" in said.splitlines()
@@ -205,7 +205,7 @@ def test_judged_logits_are_what_the_server_answers_even_for_over_long_histories(
     options = msgspec.structs.replace(TINY, split="time", max_history_tokens=64)
     checkpoint, _ = train_rank(planted(), GENRES, options)
     log = build_log(planted(), GENRES, "time")
-    got = judged_logits(LogInputs(log, checkpoint.model), checkpoint.model, 1)
+    got = evaluated_logits(LogInputs(log, checkpoint.model), checkpoint.model, 1)
     for place, event in enumerate(np.flatnonzero(~log.trained)[:40]):
         history = slice(log.starts[log.users[event]], event)
         segment = Segment(
@@ -230,7 +230,7 @@ def test_one_task_alone_leaves_the_other_figures_out() -> None:
     assert "auc" not in train_rank(planted(), [], only_click)[1].as_dict()
 
 
-def test_a_task_with_one_class_is_refused() -> None:
+def test_a_task_with_one_class_is_rejected() -> None:
     options = msgspec.structs.replace(TINY, tasks=(Task(name="like", at_least=0.0),))
     with pytest.raises(DataError, match=r"like: at_least 0.* gives every trained event the same label, yes.*--set"):
         train_rank(planted(), [], options)
@@ -242,6 +242,6 @@ def test_a_loss_that_is_not_finite_stops_with_its_epoch() -> None:
         train_rank(planted(), [], options)
 
 
-def test_two_tasks_without_a_threshold_are_refused() -> None:
+def test_two_tasks_without_a_threshold_are_rejected() -> None:
     with pytest.raises(ValueError, match="at most one"):
         TrainOptions(tasks=(Task(name="click"), Task(name="view")))

@@ -15,14 +15,14 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Basis
-from npu_gr.features.interactions import Interactions
-from npu_gr.matching.fold import Folding
-from npu_gr.matching.matcher import Matcher
-from npu_gr.matching.vectors import load, save
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.data import build_log
 from npu_gr.train.next_item import rank_next_items
 from npu_gr.train.retrieve import RetrieveOptions, TrainedRetriever, factorise, train_retriever, transitions
 from npu_gr.train.steps import TrainingProgress
+from npu_gr.vector_search.fold import Folding
+from npu_gr.vector_search.matcher import Matcher
+from npu_gr.vector_search.vectors import load, save
 from tests.train.synthetic import NUM_ITEMS, planted
 
 SMALL = RetrieveOptions(dim=20, windows=(3,), powers=(0.3,), decays=(0.6, 0.3), refit=False)
@@ -131,7 +131,7 @@ def test_the_ranks_are_the_ones_of_the_protocol(evaluated: TrainedRetriever) -> 
     assert rank_next_items(log, log.next_items(), rows).unseen.tolist() == evaluated.report.own.ranks.unseen.tolist()
 
 
-def test_a_log_that_is_too_small_is_refused() -> None:
+def test_a_log_that_is_too_small_is_rejected() -> None:
     with pytest.raises(DataError, match="leave-one-out split leaves"):
         train_retriever(planted(2, 2), SMALL)
 

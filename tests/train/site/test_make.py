@@ -25,7 +25,7 @@ from npu_gr.train.site.report import Figure, PartReport
 from npu_gr.train.site.side_by_side import Training
 from tests.serving import write_checkpoint
 
-OWN_SOURCES = {"trunk": 200, "transitions": 100, "neighbours": 100}
+OWN_SOURCES = {"shared_encoder": 200, "transitions": 100, "neighbours": 100}
 FIGURES = (Figure(name="HR@10 unseen", value=0.2, baseline="Markov counts", baseline_value=0.1),)
 
 
@@ -176,18 +176,18 @@ def test_the_cascade_is_chosen_once_by_the_evaluated_models(tmp_path: Path, trai
     usual = load(site / "serve.yaml").recommend
     assert usual is not None
     assert (dict(usual.sources), usual.order) == (OWN_SOURCES, "fitted")  # too few users to choose
-    everything = ["trunk", "transitions", "neighbours", "generate", "match"]
+    everything = ["shared_encoder", "transitions", "neighbours", "generate", "match"]
     assert trainings.chose_over == [[str(site / ".new" / "ranker" / "evaluated"), *everything]]
     run(tmp_path)
     assert len(trainings.chose_over) == 1
-    trainings.choice = CascadeChoice(CascadeWay(("trunk", "match"), "fused"), [], ["source generate hurts"], 5)
+    trainings.choice = CascadeChoice(CascadeWay(("shared_encoder", "match"), "fused"), [], ["source generate hurts"], 5)
     said = run(tmp_path, "num_matched=50")
     assert trainings.chose_over[1][0] == str(site / "ranker" / "evaluated")
     assert "source generate hurts" in said
     for name in ("serve.yaml", "evaluated.yaml"):
         chosen = load(site / name).recommend
         assert chosen is not None
-        assert (dict(chosen.sources), chosen.order) == ({"trunk": 200, "match": 50}, "fused")
+        assert (dict(chosen.sources), chosen.order) == ({"shared_encoder": 200, "match": 50}, "fused")
 
 
 def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: Trainings) -> None:
@@ -242,7 +242,7 @@ def test_a_configuration_that_somebody_changed_stays(tmp_path: Path, trainings: 
     assert load(serve).server.port == 8080
 
 
-def test_a_dataset_that_changes_meanwhile_is_refused(tmp_path: Path, trainings: Trainings) -> None:
+def test_a_dataset_that_changes_meanwhile_is_rejected(tmp_path: Path, trainings: Trainings) -> None:
     dataset(tmp_path)
     sizes = iter([5, 6, 7])
 

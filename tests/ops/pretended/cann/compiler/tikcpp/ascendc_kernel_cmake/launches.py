@@ -36,10 +36,10 @@ uint32_t launched(const char *name, uint32_t blocks, void *stream, uint32_t core
   }}
   while (is_told("PRETENDED_HANGS", name)) sleep(1);
   if (is_told("PRETENDED_CRASHES", name)) std::abort();
-  AscendC::twin::gm_is_live = pretended_is_live;
-  AscendC::twin::Report report;
+  AscendC::emulator::gm_is_live = pretended_is_live;
+  AscendC::emulator::Report report;
   try {{
-    AscendC::twin::launch(blocks * cores, report, kernel);
+    AscendC::emulator::launch(blocks * cores, report, kernel);
   }} catch (const std::exception &error) {{
     pretended_fault(name, error.what());
     return 507015;  // an exception of an AI core
