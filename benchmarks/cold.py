@@ -55,11 +55,14 @@ class ColdRanker:
             times=upload(tokens.events.timestamps),
             candidates=upload(candidates),
             candidate_time=body["timestamp"],
-            host=HostTokens(tokens.events.timestamps, None, ids),  # the same kernels as ours: one native call
+            # the same kernels as ours: one native call
+            host=HostTokens(tokens.events.timestamps, None, ids),
         )
         with torch.inference_mode():
             logits = self._model(self._backend, [segment])[0].to("cpu", torch.float32)
-        return {task: logits[:, index].tolist() for index, task in enumerate(self._model.config.tasks)}
+        return {
+            task: logits[:, index].tolist() for index, task in enumerate(self._model.config.tasks)
+        }
 
 
 def main(checkpoint: Path, port: int) -> None:

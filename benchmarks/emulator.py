@@ -1,9 +1,12 @@
-"""`python -m benchmarks emulator`: what masked_topk and an HSTU pass cost an Ascend 910B on paper; not a measurement.
+"""`python -m benchmarks emulator`: what masked_topk and an HSTU pass cost an Ascend 910B on paper.
 
-masked_topk stands beside a full sort and a top-k without its filter. Its instructions and bytes are counted by the CPU
-emulator of the 910B while it runs the real kernel; those of the other two follow from how the same instructions would do
-them. The time is a MODEL from public figures, below, and no measurement: no NPU has run this. One row on one core;
-loads, vector work and stores overlap: the slowest counts.
+Not a measurement.
+
+masked_topk stands beside a full sort and a top-k without its filter. Its instructions and bytes are
+counted by the CPU emulator of the 910B while it runs the real kernel; those of the other two follow
+from how the same instructions would do them. The time is a MODEL from public figures, below, and no
+measurement: no NPU has run this. One row on one core; loads, vector work and stores overlap: the
+slowest counts.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ KS = (32, 128, 512)
 KEPT = (1.0, 0.3, 0.05)
 ROWS = 4  # random ones, of which the mean is shown
 
-# Public figures. Cycle counts: the cost tests of pto-isa (start 14, 2 a repeat of Sort32, 18 after a barrier).
-# 2 a merged pair: pto-isa's top-k sample on an A3, 3.24 us a row of 1024 and core, which is 94 % vector work; three
-# merges of 1024 pairs and 32 groups explain it at 1.8 GHz. Bandwidth: 1.6 TB/s of HBM over 48 vector cores.
+# Public figures. Cycle counts: the cost tests of pto-isa (start 14, 2 a repeat of Sort32, 18 after
+# a barrier). 2 a merged pair: pto-isa's top-k sample on an A3, 3.24 us a row of 1024 and core,
+# which is 94 % vector work; three merges of 1024 pairs and 32 groups explain it at 1.8 GHz.
+# Bandwidth: 1.6 TB/s of HBM over 48 vector cores.
 CLOCK_GHZ = 1.8
 START_CYCLES = 14
 REPEAT_CYCLES = 1
@@ -32,7 +36,8 @@ BARRIER_CYCLES = 18
 SORT32_GROUP_CYCLES = 2
 MERGED_PAIR_CYCLES = 2
 CORE_BYTES_PER_CYCLE = 1600 / 48 / CLOCK_GHZ
-# Ours, where nothing is published: a flag or a scalar access costs as much as a barrier, a gathered element one cycle.
+# Ours, where nothing is published: a flag or a scalar access costs as much as a barrier, a gathered
+# element one cycle.
 FLAG_CYCLES = 18
 SCALAR_CYCLES = 18
 GATHER_CYCLES = 1
@@ -46,7 +51,11 @@ def modelled_us(counts: dict[str, float]) -> float:
     vector += at["gathered"] * GATHER_CYCLES + at["barriers"] * BARRIER_CYCLES
     vector += at["flags"] * FLAG_CYCLES + at["scalar_accesses"] * SCALAR_CYCLES
     return (
-        max(vector, at["mte2_bytes"] / CORE_BYTES_PER_CYCLE, at["mte3_bytes"] / CORE_BYTES_PER_CYCLE) / CLOCK_GHZ / 1e3
+        max(
+            vector, at["mte2_bytes"] / CORE_BYTES_PER_CYCLE, at["mte3_bytes"] / CORE_BYTES_PER_CYCLE
+        )
+        / CLOCK_GHZ
+        / 1e3
     )
 
 
@@ -75,7 +84,10 @@ def _passes(pairs: int) -> int:
 
 
 def _sorting(groups: int, merged: int, n: int, k: int, loads: int) -> dict[str, float]:
-    """Mask (Select), sort and merge; each merge pass and each load is an instruction and a barrier."""
+    """Mask (Select), sort and merge.
+
+    Each merge pass and each load is an instruction and a barrier.
+    """
     instructions = 2 * loads + 4
     return {
         "vector_instructions": instructions,
@@ -90,7 +102,10 @@ def _sorting(groups: int, merged: int, n: int, k: int, loads: int) -> dict[str, 
 
 
 def full_sort(n: int, k: int) -> dict[str, float]:
-    """Everything is sorted, then cut; lists over 4095 pairs would not even merge in one instruction."""
+    """Everything is sorted, then cut.
+
+    Lists over 4095 pairs would not even merge in one instruction.
+    """
     return _sorting(-(-n // 32), _passes(n) * n, n, k, loads=1 + _passes(n))
 
 

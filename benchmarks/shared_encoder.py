@@ -1,13 +1,15 @@
 """`python -m benchmarks shared encoder`: a recommend from one shared encoder beside one from two models, on a site's own models.
 
-One instance serves both arms in this process, without HTTP; each request says which sources and order it wants:
+One instance serves both arms in this process, without HTTP; each request says which sources and
+order it wants:
 
     one shared encoder    sources [shared encoder], the configured order: NEXT, top k, and a pass over the candidates behind one prefix
     two models   sources [generate], order rank: a beam search over a prompt of its own, then the ranker's pass
 
-First the median of a lone recommend from a resident prefix, beside a rank of as many candidates from the same prefix.
-Then goodput: the highest rate of an open loop (Poisson arrivals, users who come back with one behaviour more) at which
-99 of 100 are answered within the goal, which is the same for both arms: a multiple of two models' lone median.
+First the median of a lone recommend from a resident prefix, beside a rank of as many candidates
+from the same prefix. Then goodput: the highest rate of an open loop (Poisson arrivals, users who
+come back with one behaviour more) at which 99 of 100 are answered within the goal, which is the
+same for both arms: a multiple of two models' lone median.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ from npu_gr.service.app import instance
 from npu_gr.service.config import Config, load
 
 OPTIONS = (
-    option("--config", type=FILE, required=True, help="Of a site, with a shared encoder and a generator."),
+    option(
+        "--config",
+        type=FILE,
+        required=True,
+        help="Of a site, with a shared encoder and a generator.",
+    ),
     SET,
     SEED,
     option("--lengths", default="128,512,1024", type=Numbers(), help="Tokens of a history."),
@@ -68,7 +75,12 @@ TWO_MODELS = Way("two models", ("generate",), "rank")
 
 
 def lines(
-    config: Path, overrides: Sequence[str], lengths: Sequence[int], seconds: float, count: int, seed: int
+    config: Path,
+    overrides: Sequence[str],
+    lengths: Sequence[int],
+    seconds: float,
+    count: int,
+    seed: int,
 ) -> Iterator[Line]:
     """Three lines a length: the median from a resident prefix, twice, and the goodput.
 
@@ -97,26 +109,44 @@ def lines(
 async def _lines(bench: _Bench, seconds: float, count: int) -> list[Line]:
     rank_s, shared_encoder_s, models_s = await bench.alone(count)
     goal_s = max(GOAL * percentiles(models_s)[0], LEAST_GOAL_S)
-    ours, theirs = [await bench.goodput(way, goal_s, seconds) for way in (ONE_SHARED_ENCODER, TWO_MODELS)]
+    ours, theirs = [
+        await bench.goodput(way, goal_s, seconds) for way in (ONE_SHARED_ENCODER, TWO_MODELS)
+    ]
     ratio = ours / theirs if theirs else float("inf")
     size = f"L={bench.num_tokens} M={bench.num_candidates}"
     lone = f"{size} lone recommend, prefix resident"
     case = f"{size} goodput at P99 <= {goal_s * 1e3:.0f} ms"
     return [
-        timed("shared_encoder", lone, shared_encoder_s, "a rank of as many", rank_s, 1 / bench.most_ranks),
+        timed(
+            "shared_encoder",
+            lone,
+            shared_encoder_s,
+            "a rank of as many",
+            rank_s,
+            1 / bench.most_ranks,
+        ),
         timed("shared_encoder", lone, shared_encoder_s, "two models", models_s),
-        compared("shared_encoder", case, ours, "recommends/s", TWO_MODELS.name, theirs, ratio, TARGET),
+        compared(
+            "shared_encoder", case, ours, "recommends/s", TWO_MODELS.name, theirs, ratio, TARGET
+        ),
     ]
 
 
 def _both(config: Config) -> Config:
     """The same instance with both arms among its sources, and no history store."""
     if config.recommend is None or config.generate is None or config.checkpoint is None:
-        raise ConfigError("bench shared encoder: the configuration needs recommend, checkpoint and generate")
+        raise ConfigError(
+            "bench shared encoder: the configuration needs recommend, checkpoint and generate"
+        )
     given = config.recommend.sources
-    sources: dict[SourceName, int] = {"shared_encoder": given.get("shared_encoder", 200), "generate": given.get("generate", 100)}
+    sources: dict[SourceName, int] = {
+        "shared_encoder": given.get("shared_encoder", 200),
+        "generate": given.get("generate", 100),
+    }
     recommend = msgspec.structs.replace(config.recommend, sources=sources, hook=None, popular=None)
-    return msgspec.structs.replace(config, recommend=recommend, features=HistoryConfig(kind="none"), record=None)
+    return msgspec.structs.replace(
+        config, recommend=recommend, features=HistoryConfig(kind="none"), record=None
+    )
 
 
 def request_of(way: Way, user: UserKey, events: Events) -> RecommendRequest:
@@ -143,8 +173,12 @@ class _Bench:
         recommend = service.parts.settings.config.recommend
         assert recommend is not None
         num_items = len(self._ranking.vocabulary.ids)
-        self.num_candidates = min(recommend.sources["shared_encoder"], recommend.max_candidates, num_items)
-        self.most_ranks = next((most for least, most in WITHIN.items() if self.num_tokens >= least), SHORT)
+        self.num_candidates = min(
+            recommend.sources["shared_encoder"], recommend.max_candidates, num_items
+        )
+        self.most_ranks = next(
+            (most for least, most in WITHIN.items() if self.num_tokens >= least), SHORT
+        )
         self._number = 0
 
     def _events(self, count: int, after: int = 1_600_000_000) -> Events:
@@ -161,13 +195,15 @@ class _Bench:
     async def alone(self, count: int) -> tuple[list[float], list[float], list[float]]:
         """Time a rank, a recommend from the shared encoder and one from two models, each from a resident prefix.
 
-        They take turns in an order drawn anew each time, so that none always follows the same other one, which has
-        emptied the processor's caches more or less.
+        They take turns in an order drawn anew each time, so that none always follows the same other
+        one, which has emptied the processor's caches more or less.
         """
         events = self._events(self.num_tokens)
         user = UserKey("bench", f"alone {self.num_tokens}")
         candidates = self._random.permutation(self._ranking.vocabulary.ids)[: self.num_candidates]
-        rank = RankRequest(user=user, candidates=candidates, history=HistoryRef(events=events), timestamp=SHOWN_AT)
+        rank = RankRequest(
+            user=user, candidates=candidates, history=HistoryRef(events=events), timestamp=SHOWN_AT
+        )
         recommends = [request_of(way, user, events) for way in (ONE_SHARED_ENCODER, TWO_MODELS)]
         asked: list[Callable[[], Awaitable[object]]] = [
             lambda: self._service.serve(RANK, rank, BUDGET_S),
@@ -197,7 +233,10 @@ class _Bench:
         return low
 
     async def _holds(self, way: Way, rate_per_s: float, goal_s: float, seconds: float) -> bool:
-        """Whether 99 of 100 requests of one run are answered within the goal. Every run has users of its own."""
+        """Whether 99 of 100 requests of one run are answered within the goal.
+
+        Every run has users of its own.
+        """
         self._number += 1
         count = max(20, int(rate_per_s * seconds))
         users = [UserKey("bench", f"{self._number}-{user}") for user in range(USERS)]
@@ -207,7 +246,8 @@ class _Bench:
         visits = []
         for user in chosen.tolist():
             own = histories[user]
-            if len(own) < self.num_tokens and self._random.random() < 0.5:  # a window that moves would miss each time
+            # a window that moves would miss each time
+            if len(own) < self.num_tokens and self._random.random() < 0.5:
                 histories[user] = own + self._events(1, int(own.timestamps[-1]))
             visits.append(histories[user])
         late = 0

@@ -1,4 +1,7 @@
-"""npu-gr: the group of all commands. One module a command group; commands import what they need, late."""
+"""npu-gr: the group of all commands.
+
+One module a command group; commands import what they need, late.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,10 @@ GONE = {
     "init": "npu-gr config > serve.yaml; each trainer writes one that serves its model",
     "monitor": "npu-gr demo --monitor",
     "proto": "the Open Inference Protocol's own .proto file",
-    "replay convert access-log": "npu-gr replay convert sql: DuckDB reads the log, docs/own-data.md has queries",
-    "replay convert ratings": "npu-gr replay convert sql, a query for DuckDB; npu-gr demo replays ratings",
+    "replay convert access-log": "npu-gr replay convert sql: DuckDB reads the log, "
+    "docs/own-data.md has queries",
+    "replay convert ratings": "npu-gr replay convert sql, a query for DuckDB; npu-gr demo replays "
+    "ratings",
     "replay convert log": "zstd and gzip pack and unpack a log; npu-gr replay reads both",
     "record purge": "npu-gr record --purge FOLDER",
     "record run": "npu-gr record",
@@ -66,13 +71,18 @@ class _Group(click.Group):
             if (error.name or "").partition(".")[0] != "torch":
                 raise
             close_logs()
-            click.echo(f"npu-gr: {ctx.invoked_subcommand} needs torch: pip install 'npu_gr[serve]'", err=True)
+            click.echo(
+                f"npu-gr: {ctx.invoked_subcommand} needs torch: pip install 'npu_gr[serve]'",
+                err=True,
+            )
             sys.exit(2)
 
 
 @click.group(cls=_Group)
 @click.version_option(__version__)
-@click.option("--log-level", default="INFO", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]))
+@click.option(
+    "--log-level", default="INFO", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"])
+)
 @CALLING_TLS
 def main(log_level: str, **calling: str | None) -> None:
     """Generative recommendation under a P99 deadline."""

@@ -41,7 +41,8 @@ class AsyncRelayCall:
             features: of the user.
             timeout_s: of a rank that names none.
         """
-        self.signalled: SignalOut | None = None  # the signal's answer; None = none yet, or it failed
+        # the signal's answer; None = none yet, or it failed
+        self.signalled: SignalOut | None = None
         self.failure: NpuGrError | None = None  # of the signal
         self._send_signal = signal
         self._rank = rank

@@ -23,7 +23,9 @@ def make_private(path: Path) -> None:
 
 
 def open_private(path: Path, *, appends: bool = False) -> int:
-    """Open a file to read and write, and make it if it is missing. The caller closes the descriptor.
+    """Open a file to read and write, and make it if it is missing.
+
+    The caller closes the descriptor.
 
     Args:
         path: of the file.
@@ -32,11 +34,16 @@ def open_private(path: Path, *, appends: bool = False) -> int:
     Raises:
         OSError: it cannot be opened or made.
     """
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if appends else 0), _MODE)
+    return os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_APPEND if appends else 0), _MODE
+    )
 
 
 def warn_if_shared(*paths: Path) -> None:
-    """Warn of files with data of users that others than their owner may read. Missing ones are no news."""
+    """Warn of files with data of users that others than their owner may read.
+
+    Missing ones are no news.
+    """
     for path in paths:
         try:
             mode = path.stat().st_mode & 0o777

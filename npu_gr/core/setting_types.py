@@ -1,7 +1,7 @@
 """What a settings Struct takes: its keys by path, sizes and times with units, a rejection in words of YAML.
 
-Sizes and times are written as people do: `1GiB` is 1073741824 bytes, `50ms` is 0.05 seconds. A setting whose type
-names a unit takes them beside plain numbers; inside it is the number.
+Sizes and times are written as people do: `1GiB` is 1073741824 bytes, `50ms` is 0.05 seconds. A
+setting whose type names a unit takes them beside plain numbers; inside it is the number.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def plain(value: Any, kind: inspect.Type) -> Any:
         match value:
             case dict() if isinstance(one, _SECTIONS):
                 types = {field.encode_name: field.type for field in one.fields}
-                return {key: plain(v, types[key]) if key in types else v for key, v in value.items()}
+                return {
+                    key: plain(v, types[key]) if key in types else v for key, v in value.items()
+                }
             case dict() if isinstance(one, inspect.DictType):
                 return {key: plain(v, one.value_type) for key, v in value.items()}
             case list() if isinstance(one, _LISTS):
@@ -188,9 +190,16 @@ def explain(message: str, table: Any, kind: inspect.Type) -> str:
     kind, value = _look_up(path, kind, table)
     before = f"{at}: " if at else ""
     if is_of_key:
-        known = [name for one in options(kind) if isinstance(one, inspect.DictType) for name in choices(one.key_type)]
+        known = [
+            name
+            for one in options(kind)
+            if isinstance(one, inspect.DictType)
+            for name in choices(one.key_type)
+        ]
         if known and (named := re.match(r"Invalid enum value '(.+)'", text)):
-            return f"{before}{quoted(named[1])} is none of {', '.join(known)}{near(named[1], known)}"
+            return (
+                f"{before}{quoted(named[1])} is none of {', '.join(known)}{near(named[1], known)}"
+            )
         return f"{before}every key must be a text: write a number in quotes"
     if unknown := re.match(r"Object contains unknown field `(.+)`", text):
         struct = _section(kind)
@@ -236,11 +245,16 @@ def _rejection(text: str, kind: inspect.Type, value: Any) -> str:
         hint = "; write it in quotes" if str(value) in values else near(str(value), values)
         return f"{_shown(value)} is none of {', '.join(values)}{hint}"
     if isinstance(value, str) and _is_text(kind):
-        return text  # too long, or not of the pattern; what a text of the caller's holds is not shown
+        # too long, or not of the pattern; what a text of the caller's holds is not shown
+        return text
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if limit and is_number and ", got" not in text:
         return f"{_shown(value)} is out of range: expected {expected(kind)}, {limit}"
-    hint = "; write it in quotes" if _is_text(kind) and not isinstance(value, dict | list | None) else ""
+    hint = (
+        "; write it in quotes"
+        if _is_text(kind) and not isinstance(value, dict | list | None)
+        else ""
+    )
     return f"expected {expected(kind)}, got {_shown(value)}{hint}"
 
 
@@ -288,7 +302,12 @@ def _noun(kind: inspect.Type) -> str:
             return "a section (`key: value` lines)"
         case inspect.DictType():
             return "a table (`name: value` lines)"
-        case inspect.ListType() | inspect.VarTupleType() | inspect.SetType() | inspect.FrozenSetType():
+        case (
+            inspect.ListType()
+            | inspect.VarTupleType()
+            | inspect.SetType()
+            | inspect.FrozenSetType()
+        ):
             return f"a list, [{expected(kind.item_type)}, ...]"
         case inspect.TupleType():
             return f"a list of {len(kind.item_types)} values"

@@ -11,7 +11,8 @@ MOST = 64  # characters
 def whole(pattern: str) -> str:
     r"""Return the pattern that a whole text has to match, for Python and for JSON Schema alike.
 
-    To Python `$` alone is also the place before a final newline, and `\Z`, which is not, means nothing elsewhere.
+    To Python `$` alone is also the place before a final newline, and `\Z`, which is not, means
+    nothing elsewhere.
     """
     return rf"^(?:{pattern})(?!\n)$"
 
@@ -27,7 +28,10 @@ def counted(count: int, one: str) -> str:
 
 
 def near(word: str, words: Iterable[str]) -> str:
-    """Suggest the nearest of some words, to end a message; "" where none is near. To compare takes a length squared."""
+    """Suggest the nearest of some words, to end a message; "" where none is near.
+
+    To compare takes a length squared.
+    """
     found = difflib.get_close_matches(word, list(words), n=1) if len(word) < MOST else []
     return f"; did you mean {found[0]}?" if found else ""
 
@@ -35,5 +39,9 @@ def near(word: str, words: Iterable[str]) -> str:
 def quoted(value: object, most: int = MOST) -> str:
     """Write a value of a caller's as Python does, shortened before it is written out."""
     if isinstance(value, str):
-        return repr(value) if len(value) <= most else f"{value[:most]!r}... ({len(value)} characters)"
+        return (
+            repr(value)
+            if len(value) <= most
+            else (f"{value[:most]!r}... ({len(value)} characters)")
+        )
     return cut(repr(value), most)

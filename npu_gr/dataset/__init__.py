@@ -2,8 +2,8 @@
 
     from npu_gr.dataset import PrepareOptions, prepare, read_dataset
 
-Names are imported when they are first used: DuckDB and pyarrow (extra `parquet`) are needed only by whoever uses a
-dataset.
+Names are imported when they are first used: DuckDB and pyarrow (extra `parquet`) are needed only by
+whoever uses a dataset.
 """
 
 from __future__ import annotations
@@ -48,5 +48,8 @@ def read_log(path: Path, *, value_column: str = "rating") -> Interactions:
 
         return read_dataset(path).interactions()
     if any(suffix in _PREPARED for suffix in path.suffixes):
-        raise DataError(f"{path}: prepare it first: npu-gr prepare {path} --out site/data; then give that folder")
+        raise DataError(
+            f"{path}: prepare it first: npu-gr prepare {path} --out site/data; then "
+            "give that folder"
+        )
     return read_interactions(path, value_column=value_column)

@@ -3,10 +3,11 @@
     remembered, and fresh? ─> somebody fetches them now? ─> breaker ─> place ─> the source
           │ remembered              │ the same answer           └─ fails: last_known, or nothing
 
-A user's features are part of his prefix, so those that a signal read should be those of the rank after it: what was
-fetched serves his requests for `fresh_s`. Where they change all the same, the rank reads another prefix than the signal
-made: its fingerprint is another, and it is answered as a miss, never by the wrong one. No failure of the source fails a
-request: features are missing then, and the answer says so.
+A user's features are part of his prefix, so those that a signal read should be those of the rank
+after it: what was fetched serves his requests for `fresh_s`. Where they change all the same, the
+rank reads another prefix than the signal made: its fingerprint is another, and it is answered as a
+miss, never by the wrong one. No failure of the source fails a request: features are missing then,
+and the answer says so.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ FEAST = "feast"
 class FeatureSource(Protocol):
     """Says features of users. A source that fails raises whatever it likes."""
 
-    async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+    async def fetch(
+        self, user: UserKey, names: Sequence[str], timeout_s: float
+    ) -> Mapping[str, Any]:
         """Fetch the features of one user.
 
         Args:
@@ -51,8 +54,8 @@ class FeatureSource(Protocol):
             timeout_s: after which nobody waits for the answer.
 
         Returns:
-            Name -> a value as a request would bring it, or several. None, NaN and what is not there are missing; names
-            that were not asked for are passed over.
+            Name -> a value as a request would bring it, or several. None, NaN and what is not there
+            are missing; names that were not asked for are passed over.
         """
         ...
 
@@ -83,7 +86,11 @@ def open_source(config: SourceConfig) -> FeatureSource:
     except Exception as error:  # theirs may raise anything
         raise ConfigError(f"{at}: {config.entry!r}: {type(error).__name__}: {error}") from error
     whole = fetch.func if isinstance(fetch, partial) else fetch
-    return AsyncSource(fetch) if inspect.iscoroutinefunction(whole) else ThreadedSource(fetch, config.max_calls)
+    return (
+        AsyncSource(fetch)
+        if inspect.iscoroutinefunction(whole)
+        else ThreadedSource(fetch, config.max_calls)
+    )
 
 
 class AsyncSource:
@@ -92,12 +99,16 @@ class AsyncSource:
     def __init__(self, fetch: Callable[..., Awaitable[Mapping[str, Any]]]) -> None:
         self._fetch = fetch
 
-    async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+    async def fetch(
+        self, user: UserKey, names: Sequence[str], timeout_s: float
+    ) -> Mapping[str, Any]:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._fetch(user, names, timeout_s)
         except TimeoutError as error:
-            raise StoreFailed(f"the feature source was not done within {timeout_s} s", StoreFault.SLOW) from error
+            raise StoreFailed(
+                f"the feature source was not done within {timeout_s} s", StoreFault.SLOW
+            ) from error
 
 
 class ThreadedSource:
@@ -116,7 +127,9 @@ class ThreadedSource:
         self._num_calls = 0  # that have not ended
         self._calls: queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...]]] = queue.SimpleQueue()
 
-    async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+    async def fetch(
+        self, user: UserKey, names: Sequence[str], timeout_s: float
+    ) -> Mapping[str, Any]:
         self._num_calls += 1
         if self._num_threads < min(self._num_calls, self._max_threads):
             self._num_threads += 1
@@ -137,13 +150,16 @@ class ThreadedSource:
                 answer.set_result(self._fetch(*arguments))
             except BaseException as error:  # noqa: BLE001  (the thread outlives every call)
                 # an error of ours: an event loop takes no StopIteration, and ends at a SystemExit
-                answer.set_exception(StoreFailed(f"the feature source failed: {type(error).__name__}: {error}"))
+                answer.set_exception(
+                    StoreFailed(f"the feature source failed: {type(error).__name__}: {error}")
+                )
 
 
 class FeastSource:
     """Reads one row of an online store a call. Any thread may call.
 
-    Source: Feast's Python SDK, https://docs.feast.dev; `get_online_features` blocks, so threads call it.
+    Source: Feast's Python SDK, https://docs.feast.dev; `get_online_features` blocks, so threads
+    call it.
     """
 
     def __init__(
@@ -158,8 +174,8 @@ class FeastSource:
 
         Args:
             repo: folder with `feature_store.yaml`.
-            features: name of the model's feature -> `VIEW:FEATURE` of Feast. Those of the model that are not here are
-                missing.
+            features: name of the model's feature -> `VIEW:FEATURE` of Feast. Those of the model
+                that are not here are missing.
             user_key: join key of the entity.
             tenant_key: join key of the tenant; "" = the entity has none.
             user_is_number: the join key is an integer; a user whose name is none has no features.
@@ -172,11 +188,15 @@ class FeastSource:
         try:
             from feast import FeatureStore
         except ImportError as error:
-            raise ConfigError("features.source.entry: feast needs pip install 'npu_gr[feast]'") from error
+            raise ConfigError(
+                "features.source.entry: feast needs pip install 'npu_gr[feast]'"
+            ) from error
         try:
             self._store: Any = FeatureStore(repo_path=repo)
         except Exception as error:  # Feast's own, of any kind
-            raise ConfigError(f"features.source.options.repo: {repo}: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"features.source.options.repo: {repo}: {type(error).__name__}: {error}"
+            ) from error
         self._refs = dict(features)
         self._user_key = user_key
         self._tenant_key = tenant_key
@@ -187,7 +207,9 @@ class FeastSource:
         refs = {name: self._refs[name] for name in names if name in self._refs}
         if not refs or (self._user_is_number and not user.user.isdecimal()):
             return {}
-        row: dict[str, Any] = {self._user_key: int(user.user) if self._user_is_number else user.user}
+        row: dict[str, Any] = {
+            self._user_key: int(user.user) if self._user_is_number else user.user
+        }
         if self._tenant_key:
             row[self._tenant_key] = user.tenant
         answer = self._store.get_online_features(
@@ -262,18 +284,29 @@ class UserFeatures:
             reads: features of users that the model reads.
         """
         row = self._rows.get(user)
-        if row is None or row.names != tuple(reads) or self._clock() - row.fetched_at >= self._config.fresh_s:
+        if (
+            row is None
+            or row.names != tuple(reads)
+            or self._clock() - row.fetched_at >= self._config.fresh_s
+        ):
             return None
         self._rows.move_to_end(user)
         self._observer.read(UserFeaturesSource.REMEMBERED)
-        return FoundFeatures(row.values, UserFeaturesOrigin(UserFeaturesSource.REMEMBERED, row.fault))
+        return FoundFeatures(
+            row.values, UserFeaturesOrigin(UserFeaturesSource.REMEMBERED, row.fault)
+        )
 
     def fetch(self, user: UserKey, reads: Mapping[str, Feature]) -> Awaitable[FoundFeatures]:
-        """Begin to fetch the features of a user, or join those who do it now. Awaiting it raises nothing."""
+        """Begin to fetch the features of a user, or join those who do it now.
+
+        Awaiting it raises nothing.
+        """
         key = (user, tuple(reads))
         task = self._running.get(key)
         if task is None:
-            task = self._running[key] = asyncio.get_running_loop().create_task(self._fetch(user, reads, key[1]))
+            task = self._running[key] = asyncio.get_running_loop().create_task(
+                self._fetch(user, reads, key[1])
+            )
             task.add_done_callback(lambda done: self._ended(key, done))
         return self._joined(task)
 
@@ -282,11 +315,15 @@ class UserFeatures:
         self._observer.read(found.origin.source)
         return found
 
-    def _ended(self, key: tuple[UserKey, tuple[str, ...]], task: asyncio.Task[FoundFeatures]) -> None:
+    def _ended(
+        self, key: tuple[UserKey, tuple[str, ...]], task: asyncio.Task[FoundFeatures]
+    ) -> None:
         if self._running.get(key) is task:
             del self._running[key]
 
-    async def _fetch(self, user: UserKey, reads: Mapping[str, Feature], names: tuple[str, ...]) -> FoundFeatures:
+    async def _fetch(
+        self, user: UserKey, reads: Mapping[str, Feature], names: tuple[str, ...]
+    ) -> FoundFeatures:
         num_forgotten, began_at = self._num_forgotten, self._clock()
         timeout_s = self._config.timeout_s
         try:
@@ -296,7 +333,9 @@ class UserFeatures:
             fault = error.fault if isinstance(error, StoreFailed) else StoreFault.UNAVAILABLE
             return self._stand_in(user, names, fault)
         if bad:
-            self._misfits.warning("", f"the feature source says what does not fit the model, which is left out: {bad}")
+            self._misfits.warning(
+                "", f"the feature source says what does not fit the model, which is left out: {bad}"
+            )
         row = _Row(values, names, began_at, StoreFault.CORRUPT if bad else None)
         if num_forgotten == self._num_forgotten:  # what is being erased is not remembered
             self._rows[user] = row
@@ -307,8 +346,14 @@ class UserFeatures:
 
     def _stand_in(self, user: UserKey, names: tuple[str, ...], fault: StoreFault) -> FoundFeatures:
         row = self._rows.get(user)
-        if row is not None and row.names == names and self._clock() - row.fetched_at <= self._config.stale_s:
-            return FoundFeatures(row.values, UserFeaturesOrigin(UserFeaturesSource.LAST_KNOWN, fault))
+        if (
+            row is not None
+            and row.names == names
+            and self._clock() - row.fetched_at <= self._config.stale_s
+        ):
+            return FoundFeatures(
+                row.values, UserFeaturesOrigin(UserFeaturesSource.LAST_KNOWN, fault)
+            )
         return FoundFeatures(None, UserFeaturesOrigin(UserFeaturesSource.NOTHING, fault))
 
     def knows(self, user: UserKey) -> bool:
@@ -347,7 +392,11 @@ def as_row(reads: Mapping[str, Feature], given: Mapping[str, Any]) -> tuple[OneR
         if value is None or value == ():
             continue
         try:
-            texts = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, str)]
+            texts = [
+                one
+                for one in (value if isinstance(value, tuple) else (value,))
+                if isinstance(one, str)
+            ]
             if too_long := [one for one in texts if len(one) > MAX_TEXT]:
                 raise ValueError(f"{name}: {len(too_long[0])} characters, the limit is {MAX_TEXT}")
             as_column(feature, [value], 1)

@@ -19,8 +19,8 @@ from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 class CatalogueOfGenerator:
     """The catalogue of the generator in service.
 
-    Every method raises NotFound if the instance does not generate, and Unprocessable if the file or the change cannot
-    be served; the version served before still is.
+    Every method raises NotFound if the instance does not generate, and Unprocessable if the file or
+    the change cannot be served; the version served before still is.
     """
 
     def __init__(self, versions: Versions, coverage: CoverageRule, metrics: ReloadMetrics) -> None:
@@ -63,9 +63,14 @@ class CatalogueOfGenerator:
 
 
 class VectorsOfMatch:
-    """The vectors in service; errors as for `CatalogueOfGenerator`, where the instance does not match."""
+    """The vectors in service.
 
-    def __init__(self, vectors: ServedVectors | None, coverage: CoverageRule, metrics: ReloadMetrics) -> None:
+    Errors as for `CatalogueOfGenerator`, where the instance does not match.
+    """
+
+    def __init__(
+        self, vectors: ServedVectors | None, coverage: CoverageRule, metrics: ReloadMetrics
+    ) -> None:
         self._maybe = vectors
         self._coverage = coverage
         self._metrics = metrics
@@ -77,7 +82,10 @@ class VectorsOfMatch:
         return self._maybe
 
     def knows(self, user: UserKey) -> bool:
-        """Whether a version that is kept was trained with the user; never where the instance does not match."""
+        """Whether a version that is kept was trained with the user.
+
+        Never where the instance does not match.
+        """
         return self._maybe is not None and self._maybe.knows(user)
 
     def versions(self) -> tuple[str, ...]:

@@ -100,7 +100,8 @@ NO_SLOT = NoSlot()
 class Call(msgspec.Struct, frozen=True):
     """The times of one request, as instants of time.monotonic(), its place, and whose turn it takes."""
 
-    arrived_at: float  # its place in the device's queue counts from here, also if its history took long to read
+    # its place in the device's queue counts from here, also if its history took long to read
+    arrived_at: float
     deadline_at: float  # its answer must be there
     slot: HeldSlot = NO_SLOT
     tenant: str = ""
@@ -112,8 +113,8 @@ class KindJob(Protocol[Q_contra, A_co]):
     async def run(self, request: Q_contra, call: Call) -> A_co:
         """Answer the request.
 
-        The service has admitted it and cancels the job at the deadline. Whatever the job acquires, it releases when it
-        ends in any way.
+        The service has admitted it and cancels the job at the deadline. Whatever the job acquires,
+        it releases when it ends in any way.
 
         Raises:
             NpuGrError: as `core/errors.py` lists.

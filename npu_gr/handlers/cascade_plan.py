@@ -1,6 +1,7 @@
 """The pure half of a cascade: its settings, how its time is split, how candidates are merged and ordered, its hook.
 
-A hook is the operator's business rules between retrieval and rank: a Python function that the configuration names.
+A hook is the operator's business rules between retrieval and rank: a Python function that the
+configuration names.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from npu_gr.core.settings import Count, Ratio, Seconds
 FUSION = 60  # the constant of reciprocal rank fusion
 
 SHARED_ENCODER: SourceName = "shared_encoder"  # the ranker's own user vector against its own items
-TRANSITIONS: SourceName = "transitions"  # what followed the last events, as counted for the ranker's fitted order
-NEIGHBOURS: SourceName = "neighbours"  # what has most in common with the history, as counted beside the transitions
+# what followed the last events, as counted for the ranker's fitted order
+TRANSITIONS: SourceName = "transitions"
+# what has most in common with the history, as counted beside the transitions
+NEIGHBOURS: SourceName = "neighbours"
 SECTIONS: dict[SourceName, str] = {  # source -> the section of the configuration that it needs
     SHARED_ENCODER: "checkpoint",
     TRANSITIONS: "checkpoint",
@@ -43,16 +46,21 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_candidates: Count = 200  # M: at most this many are ranked
     exclude_seen: bool = True  # leave out the items of the history
     hook: str | None = None  # "package.module:function", see `Hook`; None = none
-    popular: str | None = None  # file of item names, one a line, best first: they fill up a short retrieval
-    # items that the ranker does not know, new ones mostly: last = after all others, without a score; drop = not at all
+    # file of item names, one a line, best first: they fill up a short retrieval
+    popular: str | None = None
+    # items that the ranker does not know, new ones mostly: last = after all others, without a
+    # score; drop = not at all
     unknown_items: Literal["last", "drop"] = "last"
-    # share of each source's items that the ranker must know, or the instance does not start; see `scored_items.py`
+    # share of each source's items that the ranker must know, or the instance does not start; see
+    # `scored_items.py`
     min_coverage: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.9
-    # fitted: by the sum of the ranker's order file; rank: by its first task; fused: by the places in retrieval and rank
-    # together, see `by_both`; retrieval: without a rank; None = fitted where the ranker has an order, else rank
+    # fitted: by the sum of the ranker's order file; rank: by its first task; fused: by the places
+    # in retrieval and rank together, see `by_both`; retrieval: without a rank; None = fitted where
+    # the ranker has an order, else rank
     order: OrderName | None = None
     rank_share: Ratio = 0.5  # share of the time that the rank may keep at most
-    rank_least_s: Seconds = 0.02  # the rank keeps this much if the share allows, even if the cost model says less
+    # the rank keeps this much if the share allows, even if the cost model says less
+    rank_least_s: Seconds = 0.02
     hook_budget_s: Seconds = 0.02
     answer_s: Seconds = 0.005  # kept back for writing the answer
     on_rank_failure: Literal["retrieval_order", "fail"] = "retrieval_order"
@@ -66,22 +74,33 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Name the order of the answers of a ranker that has a fitted order or none."""
         return self.order or ("fitted" if has_blend else "rank")
 
-    def check_ranker(self, name: str, *, retrieves: bool, has_blend: bool, has_neighbours: bool) -> None:
+    def check_ranker(
+        self, name: str, *, retrieves: bool, has_blend: bool, has_neighbours: bool
+    ) -> None:
         """Check that a ranker can do what the cascade asks of it.
 
         Raises:
             ConfigError: names the key, the ranker and what it lacks.
         """
         if SHARED_ENCODER in self.sources and not retrieves:
-            raise ConfigError(f"recommend.sources.shared_encoder: the ranker {name} only ranks: `retrieval` of its config.json")
-        of_order = {"sources.transitions": TRANSITIONS in self.sources, "order": self.order == "fitted"}
+            raise ConfigError(
+                f"recommend.sources.shared_encoder: the ranker {name} only ranks: "
+                "`retrieval` of its config.json"
+            )
+        of_order = {
+            "sources.transitions": TRANSITIONS in self.sources,
+            "order": self.order == "fitted",
+        }
         needed = {**of_order, "sources.neighbours": NEIGHBOURS in self.sources}
         for key, is_needed in needed.items():
             if is_needed and not has_blend:
-                raise ConfigError(f"recommend.{key}: the ranker {name} has no fitted order: no order.safetensors")
+                raise ConfigError(
+                    f"recommend.{key}: the ranker {name} has no fitted order: no order.safetensors"
+                )
         if needed["sources.neighbours"] and not has_neighbours:
             raise ConfigError(
-                f"recommend.sources.neighbours: the ranker {name} has none: its order.safetensors is of an older "
+                f"recommend.sources.neighbours: the ranker {name} has none: its order.safetensors "
+                "is of an older "
                 "version; train it anew"
             )
 
@@ -94,7 +113,9 @@ class StageDeadlines(NamedTuple):
     rank_at: float
 
 
-def split(now_at: float, deadline_at: float, rank_s: float, config: RecommendConfig) -> StageDeadlines:
+def split(
+    now_at: float, deadline_at: float, rank_s: float, config: RecommendConfig
+) -> StageDeadlines:
     """Split the time of a cascade among its stages.
 
         now ------- retrieve ------- hook -- rank ------- deadline
@@ -114,7 +135,9 @@ def split(now_at: float, deadline_at: float, rank_s: float, config: RecommendCon
 
 
 def in_turns(rows: Sequence[I64]) -> tuple[I64, I64]:
-    """Take the best of each row, then the second of each, and so on; keep an item where it comes first.
+    """Take the best of each row, then the second of each, and so on.
+
+    Keep an item where it comes first.
 
     Args:
         rows: int64 [n_i] each, best first.
@@ -134,7 +157,8 @@ def in_turns(rows: Sequence[I64]) -> tuple[I64, I64]:
 def among(items: I64, ascending: I64) -> npt.NDArray[np.bool_]:
     """Tell which items, int64 [n], stand among others, int64 [m] in ascending order: bool [n].
 
-    np.isin sorts both at every call, which takes over a millisecond for the thousands of items of a history.
+    np.isin sorts both at every call, which takes over a millisecond for the thousands of items of a
+    history.
     """
     if not len(ascending):
         return np.zeros(len(items), np.bool_)
@@ -170,7 +194,10 @@ class Denied:
 
 
 def best_first(scores: F32) -> I64:
-    """Return the places of the scores from high to low; of equal scores the earlier first, NaN last."""
+    """Return the places of the scores from high to low.
+
+    Of equal scores the earlier first, NaN last.
+    """
     order: I64 = (-scores).argsort(kind="stable")  # numpy sorts NaN to the end
     return order
 
@@ -181,7 +208,8 @@ def by_both(scores: F32) -> I64:
     Args:
         scores: float32 [n] of candidates that stand in the order of the retrieval.
 
-    Source: reciprocal rank fusion with its constant of 60 (Cormack, Clarke and Buettcher, SIGIR 2009).
+    Source: reciprocal rank fusion with its constant of 60 (Cormack, Clarke and Buettcher, SIGIR
+    2009).
     """
     retrieved = np.arange(len(scores))
     ranked = np.empty_like(retrieved)
@@ -201,7 +229,8 @@ class HookContext(NamedTuple):
 
 Hook = Callable[[I64, HookContext], Any]
 """`hook(items, context)` gets the candidates, int64 [n], best first, and returns the items to rank: fewer, in another
-order, or others. An `async def` runs on the event loop, a `def` in a thread. An exception degrades the answer."""
+order, or others. An `async def` runs on the event loop, a `def` in a thread. An exception degrades
+the answer."""
 
 
 def load_hook(name: str) -> Hook:

@@ -1,8 +1,8 @@
 """One recommend on its way through the stages of the cascade.
 
-One deadline covers all stages: the rank keeps what the cost model says it takes, the hook has its budget, the sources
-have the rest. A stage that fails degrades the answer as configured; the answer says so, and metrics count it. An error
-of the caller stays an error.
+One deadline covers all stages: the rank keeps what the cost model says it takes, the hook has its
+budget, the sources have the rest. A stage that fails degrades the answer as configured; the answer
+says so, and metrics count it. An error of the caller stays an error.
 
 Invariants:
   C1  no item twice, none that was denied, withdrawn or (if so configured) seen, at most M are ranked; only the hook may
@@ -65,7 +65,13 @@ from npu_gr.handlers.cascade_plan import (
 )
 from npu_gr.handlers.histories import UserHistory
 from npu_gr.handlers.ranking import Ranking
-from npu_gr.handlers.sources import POPULAR, SharedEncoderUse, SizedSource, SourceRequest, from_shared_encoder
+from npu_gr.handlers.sources import (
+    POPULAR,
+    SharedEncoderUse,
+    SizedSource,
+    SourceRequest,
+    from_shared_encoder,
+)
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model.history_tokenizer import UNKNOWN, Tokens
 
@@ -120,7 +126,8 @@ class CascadeRun:
             deadline_at: instant on time.monotonic().
 
         Raises:
-            Unprocessable: the request names a source that is not configured, or an order that the ranker does not have.
+            Unprocessable: the request names a source that is not configured, or an order that the
+                ranker does not have.
         """
         self._parts = parts
         self._request = request
@@ -131,24 +138,37 @@ class CascadeRun:
         config = parts.config
         self._order = request.order or config.order_of(has_blend=ranking.order is not None)
         if self._order == "fitted" and ranking.order is None:
-            raise Unprocessable("order: 'fitted' needs a ranker with a fitted order, and this one has none")
+            raise Unprocessable(
+                "order: 'fitted' needs a ranker with a fitted order, and this one has none"
+            )
         self._vocabulary = ranking.vocabulary
         self._sources = _chosen(parts.sources, request.sources)
         self.uses_shared_encoder = SHARED_ENCODER in self._sources or self._order == "fitted"
         if self.uses_shared_encoder and SHARED_ENCODER not in self._sources:  # for u alone
             self._sources[SHARED_ENCODER] = SizedSource(from_shared_encoder, 0)
-        self.max_candidates = min(request.num_candidates or config.max_candidates, config.max_candidates)
+        self.max_candidates = min(
+            request.num_candidates or config.max_candidates, config.max_candidates
+        )
         engine = ranking.engine
         num_tokens = len(tokens)
-        cached = num_tokens if self.uses_shared_encoder else 0  # the shared encoder's first pass has encoded the history
-        rank_s = engine.cost.pass_s(num_tokens - cached, cached, self.max_candidates) + engine.residual_s
+        # the shared encoder's first pass has encoded the history
+        cached = num_tokens if self.uses_shared_encoder else 0
+        rank_s = (
+            engine.cost.pass_s(num_tokens - cached, cached, self.max_candidates) + engine.residual_s
+        )
         self._deadlines = split(self.began_at, deadline_at, rank_s, config)
         self._shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         of_request = ranking.late.of_request(request.request_features, self._shown_at)
-        self._shared_encoder = SharedEncoderUse(ranking, request.user, tokens, self._shown_at, self.max_candidates, of_request)
-        self._exclude_seen = config.exclude_seen if request.exclude_seen is None else request.exclude_seen
+        self._shared_encoder = SharedEncoderUse(
+            ranking, request.user, tokens, self._shown_at, self.max_candidates, of_request
+        )
+        self._exclude_seen = (
+            config.exclude_seen if request.exclude_seen is None else request.exclude_seen
+        )
         self._drops_unknown = (request.unknown_items or config.unknown_items) == "drop"
-        self._denied = Denied(request.deny_items, history.events.items if self._exclude_seen else None)
+        self._denied = Denied(
+            request.deny_items, history.events.items if self._exclude_seen else None
+        )
         self._unknown: dict[str, int] = {}  # source -> items that the ranker does not know
         self._reports: list[StageReport] = []
 
@@ -158,11 +178,18 @@ class CascadeRun:
             items, origins = await self._retrieve()
             retrieved_at = time.monotonic()
             known, rows, unknown = self._parted(await self._hooked(items), origins)
-            known, unknown = known[: self.max_candidates], unknown[: max(0, self.max_candidates - len(known))]
+            known, unknown = (
+                known[: self.max_candidates],
+                unknown[: max(0, self.max_candidates - len(known))],
+            )
             prepared_at = time.monotonic()
             is_ranked = self._order != "retrieval" and (len(known) or self._unknown)
             ranked = await self._rank(known, rows[: len(known)]) if is_ranked else None
-        scores = self._scores(known, rows[: len(known)], ranked) if ranked else np.full(len(known), np.nan, np.float32)
+        scores = (
+            self._scores(known, rows[: len(known)], ranked)
+            if ranked
+            else np.full(len(known), np.nan, np.float32)
+        )
         order = by_both(scores) if ranked and self._order == "fused" else best_first(scores)
         order = order[: self._request.num_items]
         items, scores = known[order], scores[order]
@@ -195,14 +222,26 @@ class CascadeRun:
     # ---- retrieval
 
     async def _retrieve(self) -> tuple[I64, Origins]:
-        """Find candidates, best first, each with its source; popular items follow if there are too few."""
+        """Find candidates, best first, each with its source.
+
+        Popular items follow if there are too few.
+        """
         names = list(self._sources)
-        allowed = [self._allowed(name, one) for name, one in zip(names, await self._asked(), strict=True)]
+        allowed = [
+            self._allowed(name, one) for name, one in zip(names, await self._asked(), strict=True)
+        ]
         enough = min(self._request.num_items, self.max_candidates)
-        if len(allowed) == 1 and len(allowed[0]) >= enough and not self._drops_unknown and self._parts.hook is None:
+        if (
+            len(allowed) == 1
+            and len(allowed[0]) >= enough
+            and not self._drops_unknown
+            and self._parts.hook is None
+        ):
             return allowed[0], Origins(names[0])  # no other item will come
         items, row = in_turns(allowed)
-        origins = Origins(HOOK, zip(items.tolist(), [names[index] for index in row.tolist()], strict=True))
+        origins = Origins(
+            HOOK, zip(items.tolist(), [names[index] for index in row.tolist()], strict=True)
+        )
         if self._drops_unknown:  # now, so that popular items fill up what is short
             items, _, _ = self._parted(items, origins)
             origins = Origins(HOOK, [(item, origins[item]) for item in items.tolist()])
@@ -253,24 +292,34 @@ class CascadeRun:
         popular = self._parts.popular
         if not len(popular):
             if not origins and (broken := self._broken()):
-                raise Unavailable(f"retrieval: {broken}, and no list of popular items is configured")
+                raise Unavailable(
+                    f"retrieval: {broken}, and no list of popular items is configured"
+                )
             return
-        # whoever drops what the ranker lacks may need the whole list: its best items may be the new ones
+        # whoever drops what the ranker lacks may need the whole list: its best items may be the new
+        # ones
         most = len(popular) if self._drops_unknown else self.max_candidates + len(self._denied.ids)
         items = self._allowed(POPULAR, popular[:most])
         if self._drops_unknown:
             items, _, _ = self._parted(items, Origins(POPULAR))
         for item in items.tolist():
             origins.setdefault(item, POPULAR)
-        self._report(POPULAR, StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items))
+        self._report(
+            POPULAR, StageResult.OK if len(items) else StageResult.EMPTY, began_at, len(items)
+        )
 
     def _broken(self) -> str:
         """Name the sources that failed; to find nothing is no failure."""
         harmless = (StageResult.OK, StageResult.EMPTY, StageResult.COLD)
-        return ", ".join(f"{r.stage} {r.result.value}" for r in self._reports if r.result not in harmless)
+        return ", ".join(
+            f"{r.stage} {r.result.value}" for r in self._reports if r.result not in harmless
+        )
 
     async def _ask(self, name: str, source: SizedSource) -> I64 | RequestError:
-        """Ask one source for the items that it has in time: none if it fails. An error of the caller is returned."""
+        """Ask one source for the items that it has in time: none if it fails.
+
+        An error of the caller is returned.
+        """
         began_at = time.monotonic()
         asked = SourceRequest(
             user=self._request.user,
@@ -303,7 +352,10 @@ class CascadeRun:
         return items
 
     def _allowed(self, source: str, items: I64) -> I64:
-        """Leave out what must not come. The shared encoder's search hides what is denied, but no row that it gets meanwhile."""
+        """Leave out what must not come.
+
+        The shared encoder's search hides what is denied, but no row that it gets meanwhile.
+        """
         if source != SHARED_ENCODER or self._ranking.vocabulary is not self._vocabulary:
             items = items[~among(items, self._denied.ids)]
         withdrawn = self._ranking.items.withdrawn
@@ -315,8 +367,8 @@ class CascadeRun:
         """Part the items that the ranker knows from those that it does not, and count these by their sources.
 
         Returns:
-            Known items, their rows, and unknown items, each in the given order; no unknown ones if they are to be
-            dropped.
+            Known items, their rows, and unknown items, each in the given order; no unknown ones if
+            they are to be dropped.
         """
         rows = self._shared_encoder.rows_of(items)
         if rows is not None:
@@ -340,14 +392,18 @@ class CascadeRun:
         if hook is None:
             return items
         began_at = time.monotonic()
-        context = HookContext(self._request.user, self._history.events, self._request.context, self._shown_at)
+        context = HookContext(
+            self._request.user, self._history.events, self._request.context, self._shown_at
+        )
         try:
             async with deadline(min(self._deadlines.hook_at - began_at, config.hook_budget_s)):
                 if inspect.iscoroutinefunction(hook):
                     returned = await hook(items.copy(), context)
                 else:
                     threads = self._parts.hook_threads
-                    returned = await asyncio.get_running_loop().run_in_executor(threads, hook, items.copy(), context)
+                    returned = await asyncio.get_running_loop().run_in_executor(
+                        threads, hook, items.copy(), context
+                    )
             items = in_turns([as_items(returned)])[0]
         except Exception as error:  # the operator's code may raise anything
             if config.on_hook_failure == "fail":
@@ -366,7 +422,9 @@ class CascadeRun:
             None = there is none, or the rank failed and the configuration answers without it.
         """
         began_at = time.monotonic()
-        is_partial = bool(self._unknown) and len(items) < min(self._request.num_items, self.max_candidates)
+        is_partial = bool(self._unknown) and len(items) < min(
+            self._request.num_items, self.max_candidates
+        )
         if not len(items):
             self._report("rank", StageResult.PARTIAL, began_at, 0)
             return None
@@ -381,9 +439,12 @@ class CascadeRun:
             ranked = self._shared_encoder.ranked_ahead(request, rows)
             if ranked is None:
                 async with deadline(self._deadlines.rank_at - began_at) as deadline_at:
-                    # the rank's objective counts from its own stage: counted from the cascade's arrival it would be
-                    # over before retrieval is done, and every cascade would overtake every rank
-                    ranked = await self._shared_encoder.rank(request, Call(began_at, deadline_at, tenant=request.user.tenant))
+                    # the rank's objective counts from its own stage: counted from the cascade's
+                    # arrival it would be over before retrieval is done, and every cascade would
+                    # overtake every rank
+                    ranked = await self._shared_encoder.rank(
+                        request, Call(began_at, deadline_at, tenant=request.user.tenant)
+                    )
         except NpuGrError as error:
             if self._parts.config.on_rank_failure == "fail":
                 raise
@@ -391,7 +452,9 @@ class CascadeRun:
             return None
         self._parts.metrics.rank.answered(ranked)
         self._parts.metrics.requests.answered(RANK, ranked, time.monotonic() - began_at)
-        self._report("rank", StageResult.PARTIAL if is_partial else StageResult.OK, began_at, len(items))
+        self._report(
+            "rank", StageResult.PARTIAL if is_partial else StageResult.OK, began_at, len(items)
+        )
         return ranked
 
     def _scores(self, items: I64, rows: I64, ranked: RankAnswer) -> F32:
@@ -402,13 +465,19 @@ class CascadeRun:
         seen = None
         if self._parts.hook or not self._exclude_seen:  # else none can be
             seen = among(items, np.sort(self._history.events.items)).astype(np.float32)
-        return fitted(self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], seen)
+        return fitted(
+            self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], seen
+        )
 
     def _report(self, stage: str, result: StageResult, began_at: float, num_items: int) -> None:
         took_s = time.monotonic() - began_at
         self._reports.append(
             StageReport(
-                stage=stage, result=result, began_s=began_at - self.began_at, took_s=took_s, num_items=num_items
+                stage=stage,
+                result=result,
+                began_s=began_at - self.began_at,
+                took_s=took_s,
+                num_items=num_items,
             )
         )
 
@@ -422,12 +491,16 @@ def _result_of(stage: str, error: Exception) -> StageResult:
     return StageResult.FAILED
 
 
-def _chosen(sources: Mapping[str, SizedSource], names: tuple[str, ...] | None) -> dict[str, SizedSource]:
+def _chosen(
+    sources: Mapping[str, SizedSource], names: tuple[str, ...] | None
+) -> dict[str, SizedSource]:
     """Take the sources that a request names, in the configured order; None = all."""
     if names is None:
         return dict(sources)
     if missing := [name for name in names if name not in sources]:
-        raise Unprocessable(f"sources: {quoted(missing[0])} is not configured; {', '.join(sources)} are")
+        raise Unprocessable(
+            f"sources: {quoted(missing[0])} is not configured; {', '.join(sources)} are"
+        )
     if not names:
         raise Unprocessable("sources: needs at least one")
     return {name: source for name, source in sources.items() if name in names}

@@ -2,8 +2,8 @@
 
     prompt -> lease of the prompt's KV -> one pass: encode what is missing, search -> items
 
-A request keeps one version of the generator and one of the catalogue in use from its prompt to its items.
-`versions.py` picks the version of the generator that the request names.
+A request keeps one version of the generator and one of the catalogue in use from its prompt to its
+items. `versions.py` picks the version of the generator that the request names.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Generation:
             items: the catalogue that it generates from.
             metrics: where it counts.
             names: of its items.
-            actions: of the histories that it was trained with; None = not known. It does not read them.
+            actions: of the histories that it was trained with; None = not known. It does not read
+                them.
         """
         self.config = config
         self.actions = actions
@@ -71,8 +72,11 @@ class Generation:
         self.items = items
         self._metrics = metrics
         self._max_prompt_tokens = engine.generator.max_prompt_tokens
-        # newest behaviours among which the prompt's items are looked for: some are not in the catalogue
-        self.max_events = LOOKED_AT * ((self._max_prompt_tokens - config.num_frame_tokens) // len(config.codes))
+        # newest behaviours among which the prompt's items are looked for: some are not in the
+        # catalogue
+        self.max_events = LOOKED_AT * (
+            (self._max_prompt_tokens - config.num_frame_tokens) // len(config.codes)
+        )
         self.use = InUse()
 
     @property
@@ -127,7 +131,9 @@ class Generation:
         if self.config.exclude_seen if request.exclude_seen is None else request.exclude_seen:
             denied.append(item_ids)
         deny = np.concatenate(denied) if denied else None
-        return self.items.filters.filter_for(snapshot, request.allow_items, deny, request.attributes)
+        return self.items.filters.filter_for(
+            snapshot, request.allow_items, deny, request.attributes
+        )
 
     async def generate(
         self, request: GenerateRequest, history: UserHistory, call: Call, history_s: float = 0.0
@@ -146,24 +152,37 @@ class Generation:
             NotFound: the request names a version of the catalogue that is not served.
         """
         began_at = time.monotonic()
-        width = request.beam_width or max(self.config.beam_width, min(request.num_items, self.config.max_beams))
+        width = request.beam_width or max(
+            self.config.beam_width, min(request.num_items, self.config.max_beams)
+        )
         if width > self.config.max_beams:
             raise Unprocessable(f"beam_width: {width}, the limit is {self.config.max_beams}")
         self._metrics.generate.searched(width)
         with self.items.pin() as (snapshot, tables):
             if request.catalogue_version not in (None, snapshot.version):
                 wanted = quoted(request.catalogue_version)
-                raise NotFound(f"catalogue_version: {wanted} is not served; {snapshot.version!r} is")
+                raise NotFound(
+                    f"catalogue_version: {wanted} is not served; {snapshot.version!r} is"
+                )
             prompt = await self._prompt(snapshot, request.user, history)
             if not len(prompt):
-                raise ColdUser(f"history: none of the newest {len(history.newest.events)} items is in the catalogue")
+                raise ColdUser(
+                    f"history: none of the newest {len(history.newest.events)} items is "
+                    "in the catalogue"
+                )
             normalise = request.normalise or self.config.normalise
-            options = SearchOptions(width=width, normalise=normalise, temperature=request.temperature)
+            options = SearchOptions(
+                width=width, normalise=normalise, temperature=request.temperature
+            )
             allow = await asyncio.to_thread(self._filter, snapshot, request, history.events.items)
-            async with self.relay.lease(request.user, prompt, width, call.deadline_at, call.slot.outside) as lease:
+            async with self.relay.lease(
+                request.user, prompt, width, call.deadline_at, call.slot.outside
+            ) as lease:
                 lease_s = time.monotonic() - began_at
                 if lease.first_token:
-                    prompt = prompt.newest(len(prompt) - lease.first_token, snapshot.trie.num_levels)
+                    prompt = prompt.newest(
+                        len(prompt) - lease.first_token, snapshot.trie.num_levels
+                    )
                 work = GeneratePass(
                     trie=snapshot.trie,
                     tables=tables,
@@ -174,7 +193,9 @@ class Generation:
                     cached=lease.cached,
                     keep=lease.keep,
                 )
-                done = await self.engine.generate(work, call.deadline_at, call.arrived_at, call.tenant)
+                done = await self.engine.generate(
+                    work, call.deadline_at, call.arrived_at, call.tenant
+                )
         return GenerateAnswer(
             model_version=self.version,
             catalogue_version=snapshot.version,
@@ -191,7 +212,12 @@ class Generation:
                 unknown_items=prompt.unknown_items,
             ),
             prefix_tokens=lease.cached.num_tokens if lease.cached else 0,
-            stages_s={"history": history_s, "lease": lease_s, "queue": done.queue_s, "device": done.device_s},
+            stages_s={
+                "history": history_s,
+                "lease": lease_s,
+                "queue": done.queue_s,
+                "device": done.device_s,
+            },
         )
 
 

@@ -1,11 +1,13 @@
 """Behaviours of users: read for a request, remembered for deltas, appended, erased.
 
-`PrefixHistoryCache` keeps histories that callers may continue by a delta, found by their fingerprint, and those that
-were last read from the store. The newest of both kinds is the last known history of its user, which stands in where
-the store fails. When the bytes exceed the capacity, the least recently used history is evicted, of the tenants that
-have more than their share (`core/shares.py`).
+`PrefixHistoryCache` keeps histories that callers may continue by a delta, found by their
+fingerprint, and those that were last read from the store. The newest of both kinds is the last
+known history of its user, which stands in where the store fails. When the bytes exceed the
+capacity, the least recently used history is evicted, of the tenants that have more than their share
+(`core/shares.py`).
 
-`Histories` reads what a request names: its own behaviours, a delta on remembered ones, or the store.
+`Histories` reads what a request names: its own behaviours, a delta on remembered ones, or the
+store.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ import msgspec
 import xxhash
 
 from npu_gr.core.arrays import I64
-from npu_gr.core.errors import BadRequest, NpuGrError, StoreFailed, Unavailable, UnknownPrefix, Unprocessable
+from npu_gr.core.errors import (
+    BadRequest,
+    NpuGrError,
+    StoreFailed,
+    Unavailable,
+    UnknownPrefix,
+    Unprocessable,
+)
 from npu_gr.core.feature_schema.columns import OneRow
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import (
@@ -64,7 +73,8 @@ class _Holding(Account):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.used: OrderedDict[tuple[UserKey, str], int] = OrderedDict()  # the least recently used first; see `_use`
+        # the least recently used first; see `_use`
+        self.used: OrderedDict[tuple[UserKey, str], int] = OrderedDict()
 
 
 class PrefixHistoryCache:
@@ -100,7 +110,9 @@ class PrefixHistoryCache:
         if key in self._histories:
             ends_at = stored.first_index + len(stored.events)
             known, _ = self._histories[key]
-            if known.first_index + len(known.events) == ends_at and len(known.events) >= len(stored.events):
+            if known.first_index + len(known.events) == ends_at and len(known.events) >= len(
+                stored.events
+            ):
                 self._use(key)  # nothing new
                 self._by_user[user][STORED] = self._by_user[user].pop(STORED)
                 return
@@ -148,7 +160,10 @@ class PrefixHistoryCache:
         self._evict()
 
     def _use(self, key: tuple[UserKey, str]) -> KnownHistory:
-        """Make a history the most recently used; of two, the one with the smaller number was used less recently."""
+        """Make a history the most recently used.
+
+        Of two, the one with the smaller number was used less recently.
+        """
         history, holding = self._histories[key]
         holding.used[key] = next(self._numbers)
         holding.used.move_to_end(key)
@@ -159,8 +174,13 @@ class PrefixHistoryCache:
         """Drop the least recently used histories of the tenants over their share until the rest fits."""
         while self.bytes_used > self._capacity_bytes:
             ratios = self._shares.ratios()
-            over = [one for one in self._shares.accounts if self._shares.is_over(one, ratios, self._capacity_bytes)]
-            oldest = (next(iter(holding.used.items())) for holding in over)  # all together are over: so one at least is
+            over = [
+                one
+                for one in self._shares.accounts
+                if self._shares.is_over(one, ratios, self._capacity_bytes)
+            ]
+            # all together are over: so one at least is
+            oldest = (next(iter(holding.used.items())) for holding in over)
             self._drop(min(oldest, key=lambda used: used[1])[0])
 
     def _drop(self, key: tuple[UserKey, str]) -> None:
@@ -185,10 +205,12 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
 
     events: Events  # oldest first, with those that no model knows
     first_index: int  # of the first of them in the user's whole history
-    newest: KnownHistory  # as many as the models in service read: all that a delta needs to be continued
+    # as many as the models in service read: all that a delta needs to be continued
+    newest: KnownHistory
     fingerprint: str  # of the newest; equal histories have equal ones, whatever way they came
     user_features: OneRow | None = None
-    features_origin: UserFeaturesOrigin | None = None  # of the user's features, where they were asked for
+    # of the user's features, where they were asked for
+    features_origin: UserFeaturesOrigin | None = None
 
     @classmethod
     def of(
@@ -206,8 +228,8 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
             first_index: of the first of them in the user's whole history.
             window_events: the newest ones that the models in service have room for.
             user_features: which are a part of the prefix.
-            features_origin: where they came from, if no request brought them. A delta on this history asks again for
-                those whose source failed.
+            features_origin: where they came from, if no request brought them. A delta on this
+                history asks again for those whose source failed.
         """
         beyond = max(0, len(events) - window_events)
         is_degraded = features_origin is not None and features_origin.fault is not None
@@ -223,11 +245,18 @@ class UserHistory(msgspec.Struct, frozen=True, eq=False):
     def plain_fingerprint(self) -> str:
         """`Events.fingerprint` of all its events without features, where its own is the same; "" elsewhere."""
         is_whole = self.newest.events is self.events and not self.newest.first_index
-        return self.fingerprint if is_whole and not (self.user_features or self.events.features) else ""
+        return (
+            self.fingerprint
+            if is_whole and not (self.user_features or self.events.features)
+            else ""
+        )
 
 
 class Histories:
-    """Behaviours of users: read for a request, remembered for deltas, appended, erased. Event loop only."""
+    """Behaviours of users: read for a request, remembered for deltas, appended, erased.
+
+    Event loop only.
+    """
 
     def __init__(
         self,
@@ -244,11 +273,14 @@ class Histories:
 
         Args:
             store: holds behaviours between requests; None = requests bring their own.
-            cache: histories that later requests may continue by a delta, and that stand in where the store fails.
-            cut_step_tokens: a window's start moves in steps of this, so this many events are read before it.
+            cache: histories that later requests may continue by a delta, and that stand in where
+                the store fails.
+            cut_step_tokens: a window's start moves in steps of this, so this many events are read
+                before it.
             on_failure: what a request gets whose history cannot be read.
             metrics: where degraded reads are counted.
-            action_names: of the ranker in service; none = nobody says what the numbers of actions mean.
+            action_names: of the ranker in service; none = nobody says what the numbers of actions
+                mean.
             on_unsorted: what becomes of rows that run backwards in time.
             of_users: features of users that requests do not bring; None = they are missing.
         """
@@ -264,7 +296,11 @@ class Histories:
         self._num_erasures = 0  # begun or ended
 
     def reconfigure(
-        self, cache_bytes: int, cut_step_tokens: int, tenant_weights: Mapping[str, float], on_unsorted: OnUnsorted
+        self,
+        cache_bytes: int,
+        cut_step_tokens: int,
+        tenant_weights: Mapping[str, float],
+        on_unsorted: OnUnsorted,
     ) -> None:
         """Apply other settings from now on; what is remembered stays as far as it fits."""
         self.cache.resize(cache_bytes, tenant_weights)
@@ -297,13 +333,18 @@ class Histories:
         base = None if ref.base is None else self.cache.find(user, ref.base)
         if ref.base is not None and base is None:
             raise UnknownPrefix("base: unknown here or forgotten; send the whole history")
-        given = base.user_features if base is not None and ref.user_features is None else ref.user_features
+        given = (
+            base.user_features
+            if base is not None and ref.user_features is None
+            else ref.user_features
+        )
         known = self._brought(ref, base)
         found = fetching = None
         if given is None and reads and self._of_users is not None:
             found = self._of_users.remembered(user, reads)
             if found is None:
-                fetching = asyncio.ensure_future(self._of_users.fetch(user, reads))  # while the store is read
+                # while the store is read
+                fetching = asyncio.ensure_future(self._of_users.fetch(user, reads))
         if known is None or fetching is not None:
             with while_waiting():
                 known = await self._stored(user, window_events) if known is None else known
@@ -317,7 +358,9 @@ class Histories:
             return None if ref.events is None else StoredHistory(ref.events, 0)
         if ref.events is None:
             return StoredHistory(base.events, base.first_index)
-        events = oldest_first(base.events + ref.events, self.on_unsorted, "history", base=len(base.events))
+        events = oldest_first(
+            base.events + ref.events, self.on_unsorted, "history", base=len(base.events)
+        )
         return StoredHistory(events, base.first_index)
 
     async def _stored(self, user: UserKey, window_events: int) -> StoredHistory:
@@ -347,7 +390,8 @@ class Histories:
     async def _read_stored(self, store: HistoryStore, user: UserKey, last: int) -> StoredHistory:
         num_erasures = self._num_erasures
         stored = await store.read(user, last)
-        if self._on_failure != "fail" and num_erasures == self._num_erasures:  # what is being erased is not remembered
+        # what is being erased is not remembered
+        if self._on_failure != "fail" and num_erasures == self._num_erasures:
             self.cache.remember_stored(user, stored)
         return StoredHistory(stored.events.coming_from(FROM_STORE), stored.first_index)
 
@@ -363,13 +407,15 @@ class Histories:
             self._metrics.store.degraded("failed", error.fault)
             raise error
         self._metrics.store.degraded(source, error.fault)
-        return StoredHistory(known.events.coming_from(HistoryOrigin(source, error.fault)), known.first_index)
+        return StoredHistory(
+            known.events.coming_from(HistoryOrigin(source, error.fault)), known.first_index
+        )
 
     def remember(self, user: UserKey, ref: HistoryRef, history: UserHistory) -> None:
         """Keep the behaviours that a request brought, so that a later request may send a delta on them.
 
-        As they came: what the model in service lacks or cuts counts in the window of every later request, so that a
-        delta reads what the whole history reads.
+        As they came: what the model in service lacks or cuts counts in the window of every later
+        request, so that a delta reads what the whole history reads.
         """
         if ref.events is not None or (ref.base is not None and ref.base != history.fingerprint):
             self.cache.remember(user, history.fingerprint, history.newest)
@@ -386,12 +432,16 @@ class Histories:
             How many the store now holds for the user.
 
         Raises:
-            Unprocessable: there is no store, the key was used for other events, or their features take too many bytes.
+            Unprocessable: there is no store, the key was used for other events, or their features
+                take too many bytes.
             Unavailable: the store was filled with other actions.
-            StoreFailed: the store failed, or did not answer in time; then the events may be stored, or will be.
+            StoreFailed: the store failed, or did not answer in time; then the events may be stored,
+                or will be.
         """
         if self.store is None:
-            raise Unprocessable("events: this instance has no history store (features.kind is none)")
+            raise Unprocessable(
+                "events: this instance has no history store (features.kind is none)"
+            )
         await self._name_actions(self.store, int(events.actions.max(initial=-1)))
         return await self.store.append(user, events, key)
 
@@ -403,15 +453,21 @@ class Histories:
             StoreFailed: it has written nobody.
         """
         if self.store is None:
-            raise Unprocessable("events: this instance has no history store (features.kind is none)")
+            raise Unprocessable(
+                "events: this instance has no history store (features.kind is none)"
+            )
         if not batch:
             return []
-        await self._name_actions(self.store, max(int(one.events.actions.max(initial=-1)) for one in batch))
+        await self._name_actions(
+            self.store, max(int(one.events.actions.max(initial=-1)) for one in batch)
+        )
         changed = {one.user for one in batch if one.mode is not Mode.APPEND}
         try:
             results = await self.store.write_many(batch)
             pairs = zip(batch, results, strict=True)
-            changed &= {one.user for one, done in pairs if isinstance(done, Written) and done.changes}
+            changed &= {
+                one.user for one, done in pairs if isinstance(done, Written) and done.changes
+            }
             return results
         finally:
             for user in changed:  # what is remembered of them may have been replaced
@@ -432,7 +488,10 @@ class Histories:
         self._num_named = len(names)
 
     def knows(self, user: UserKey) -> bool:
-        """Whether this process remembers behaviours or features of the user. The store is not asked."""
+        """Whether this process remembers behaviours or features of the user.
+
+        The store is not asked.
+        """
         return self.cache.knows(user) or (self._of_users is not None and self._of_users.knows(user))
 
     async def erase(self, user: UserKey) -> bool:
@@ -442,7 +501,8 @@ class Histories:
             Whether no byte of them is left in the store; see `HistoryStore.erase`.
 
         Raises:
-            StoreFailed: the store failed, or did not answer in time; then it may have forgotten the user, or will.
+            StoreFailed: the store failed, or did not answer in time; then it may have forgotten the
+                user, or will.
         """
         self._forget(user)
         if self.store is None:

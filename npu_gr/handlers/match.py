@@ -1,6 +1,7 @@
 """The `match` job: the best items for a user by vectors, in one pass over the items for all requests that wait.
 
-    user -> what to search (target vector, source vector or popularity) -> one pass over the items for many -> items
+    user -> what to search (target vector, source vector or popularity) -> one pass over the items
+    for many -> items
 
 A request keeps one version of the vectors from start to end.
 """
@@ -50,11 +51,15 @@ class MatchWork(NamedTuple):
 
 
 class MatchVersion:
-    """One version of the vectors. Matches of two versions never share a pass, because `run` differs."""
+    """One version of the vectors.
+
+    Matches of two versions never share a pass, because `run` differs.
+    """
 
     def __init__(self, matcher: Matcher, names: ItemNames) -> None:
         self.matcher = matcher
-        self.names = names  # of the items; replaced where a reload finds others beside the same vectors
+        # of the items; replaced where a reload finds others beside the same vectors
+        self.names = names
 
     def run(self, works: Sequence[MatchWork]) -> Sequence[MatchedItems]:
         """Search for all matches of a pass, on a device thread."""
@@ -91,7 +96,10 @@ class ServedVectors:
         async with self._reloading:
             read = await asyncio.to_thread(self._read)
             await before(lambda: read.matcher.vectors.item_ids)
-            if self._versions.is_empty or read.matcher.vectors.version != self.current.matcher.vectors.version:
+            if (
+                self._versions.is_empty
+                or read.matcher.vectors.version != self.current.matcher.vectors.version
+            ):
                 self._versions.publish(read)
             else:
                 self.current.names = read.names
@@ -182,15 +190,20 @@ class MatchJob:
     async def run(self, request: MatchRequest, call: Call) -> MatchAnswer:
         """Read what is known of the user, and search."""
         with call.slot.outside():
-            history = await self._histories.read_items(request.user, request.history, self.config.max_history_events)
+            history = await self._histories.read_items(
+                request.user, request.history, self.config.max_history_events
+            )
         return await self.match(request, history, call, time.monotonic() - call.arrived_at)
 
-    async def match(self, request: MatchRequest, history: I64, call: Call, history_s: float = 0.0) -> MatchAnswer:
+    async def match(
+        self, request: MatchRequest, history: I64, call: Call, history_s: float = 0.0
+    ) -> MatchAnswer:
         """Find the best items for a user.
 
         Args:
             request: how many, and which may be found.
-            history: external ids of the user's items, oldest first; items that the target domain lacks do not count.
+            history: external ids of the user's items, oldest first; items that the target domain
+                lacks do not count.
             call: when the request arrived, and its deadline.
             history_s: seconds that reading the history took.
 
@@ -202,9 +215,14 @@ class MatchJob:
         matcher = version.matcher
         vectors = matcher.vectors
         if request.num_items > self.config.max_items:
-            raise Unprocessable(f"num_items: {request.num_items}, the limit is {self.config.max_items}")
+            raise Unprocessable(
+                f"num_items: {request.num_items}, the limit is {self.config.max_items}"
+            )
         if request.vectors_version not in (None, vectors.version):
-            raise NotFound(f"vectors_version: {quoted(request.vectors_version)} is not served; {vectors.version!r} is")
+            raise NotFound(
+                f"vectors_version: {quoted(request.vectors_version)} is not served; "
+                f"{vectors.version!r} is"
+            )
         query = matcher.search_for(
             request.user,
             request.num_items,
@@ -225,7 +243,9 @@ class MatchJob:
         self._metrics.match.answered(answer)
         return answer
 
-    async def _search(self, version: MatchVersion, query: MatchQuery, call: Call) -> JobResult[MatchedItems]:
+    async def _search(
+        self, version: MatchVersion, query: MatchQuery, call: Call
+    ) -> JobResult[MatchedItems]:
         """Join the next pass; requests that come while a pass runs share the one after it."""
         done: JobResult[MatchedItems] = await self._scheduler.batch(
             MatchWork(query),

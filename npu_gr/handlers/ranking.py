@@ -2,8 +2,9 @@
 
     history -> tokens -> lease of the prefix KV -> one pass over the candidates -> scores
 
-`Ranking` is a checkpoint with its items and its relay; `LateFeatureReader` reads the features that come with a rank,
-behind the cached prefix: what the request says, and what is computed here. `versions.py` picks the version.
+`Ranking` is a checkpoint with its items and its relay; `LateFeatureReader` reads the features that
+come with a rank, behind the cached prefix: what the request says, and what is computed here.
+`versions.py` picks the version.
 """
 
 from __future__ import annotations
@@ -83,7 +84,12 @@ class LateFeatureReader:
             raise Unprocessable(f"features.request.{error}") from None
 
     def of_rank(
-        self, request: RankRequest, tokens: Tokens, rows: I64, known: np.ndarray[Any, np.dtype[np.bool_]], shown_at: int
+        self,
+        request: RankRequest,
+        tokens: Tokens,
+        rows: I64,
+        known: np.ndarray[Any, np.dtype[np.bool_]],
+        shown_at: int,
     ) -> LateFeatures:
         """Encode the features of a request and its candidates.
 
@@ -101,10 +107,13 @@ class LateFeatureReader:
             return NONE_LATE
         cross = request.cross_features if known.all() else request.cross_features.take(known)
         return LateFeatures(
-            self.of_request(request.request_features, shown_at), self.of_candidates(cross, tokens, rows, shown_at)
+            self.of_request(request.request_features, shown_at),
+            self.of_candidates(cross, tokens, rows, shown_at),
         )
 
-    def of_candidates(self, given: Columns, tokens: Tokens, rows: I64, shown_at: int) -> Encoded | None:
+    def of_candidates(
+        self, given: Columns, tokens: Tokens, rows: I64, shown_at: int
+    ) -> Encoded | None:
         """Encode the features of candidates; None where the model has none. Any thread may call.
 
         Args:
@@ -116,7 +125,9 @@ class LateFeatureReader:
         if self._computed.rules:
             events = tokens.events
             actions = events.actions.astype(np.int64)
-            columns = self._computed.columns(tokens.rows, actions, events.timestamps, rows, shown_at)
+            columns = self._computed.columns(
+                tokens.rows, actions, events.timestamps, rows, shown_at
+            )
             own = {name: column.astype(np.float32) for name, column in columns.items()}
             given = Columns({**given.numbers, **own}, given.names)
         return self._features.rows(self._features.cross, given, len(rows))
@@ -125,7 +136,9 @@ class LateFeatureReader:
         """Name the features, as `of.name`, that neither history nor request say anything of."""
         if not self._features.features:
             return tokens.report.missing_features
-        late = self._features.missing(request=request.request_features, cross=request.cross_features.given)
+        late = self._features.missing(
+            request=request.request_features, cross=request.cross_features.given
+        )
         return tokens.report.missing_features + late
 
 
@@ -198,7 +211,8 @@ class Ranking:
             history: of the user.
 
         Raises:
-            Unprocessable: an action that the model does not know, or an unknown item where those are rejected.
+            Unprocessable: an action that the model does not know, or an unknown item where those
+                are rejected.
         """
         tokens = tokenize(
             history.events,
@@ -215,7 +229,9 @@ class Ranking:
             user_features=history.user_features,
         )
         if history.features_origin is not None:
-            tokens = replace(tokens, report=replace(tokens.report, user_features=history.features_origin))
+            tokens = replace(
+                tokens, report=replace(tokens.report, user_features=history.features_origin)
+            )
         self._metrics.rank.history_read(tokens.report)
         return tokens
 
@@ -262,9 +278,15 @@ class Ranking:
         async with taken as lease:
             lease_s = time.monotonic() - began_at
             lease, scored = await self._tried(
-                lambda leased: self.engine.rank(leased, call.deadline_at, call.arrived_at, call.tenant), work, lease
+                lambda leased: self.engine.rank(
+                    leased, call.deadline_at, call.arrived_at, call.tenant
+                ),
+                work,
+                lease,
             )
-        return self._answer(request, work, lease, scored, known, {"history": history_s, "lease": lease_s})
+        return self._answer(
+            request, work, lease, scored, known, {"history": history_s, "lease": lease_s}
+        )
 
     def ranked_ahead(
         self, request: RankRequest, rows: I64, tokens: Tokens, lease: Lease, found: NextItems
@@ -339,7 +361,8 @@ class Ranking:
             ahead: what of it to score in the same job; None = nothing.
 
         Returns:
-            The lease that was used (another one, if the device failed while it read the prefix), and what was found.
+            The lease that was used (another one, if the device failed while it read the prefix),
+            and what was found.
         """
         return await self._tried(
             lambda work: self.engine.find(
@@ -349,11 +372,15 @@ class Ranking:
             lease,
         )
 
-    async def _tried(self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease) -> tuple[Lease, T]:
+    async def _tried(
+        self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease
+    ) -> tuple[Lease, T]:
         """Run one pass; if the device fails while it reads a prefix, run one more without the prefix."""
         leased = work.leasing(lease.cached, lease.keep)
         if lease.first_token:  # degraded
-            leased = replace(leased, tokens=work.tokens.newest(len(work.tokens) - lease.first_token))
+            leased = replace(
+                leased, tokens=work.tokens.newest(len(work.tokens) - lease.first_token)
+            )
         try:
             return lease, await run(leased)
         except DeviceError:
@@ -365,11 +392,14 @@ class Ranking:
 
     # ---- candidates and scores
 
-    def _candidates(self, ids: I64, rejects: bool) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
+    def _candidates(
+        self, ids: I64, rejects: bool
+    ) -> tuple[I64, np.ndarray[Any, np.dtype[np.bool_]]]:
         """Find the rows of the known candidates, and a mask of the given ones that are known.
 
         Raises:
-            Unprocessable: some are unknown, and the request `rejects` such; the message names the first of them.
+            Unprocessable: some are unknown, and the request `rejects` such; the message names the
+                first of them.
         """
         rows = self.vocabulary.rows(ids)
         known = rows != UNKNOWN
@@ -378,7 +408,9 @@ class Ranking:
             if rejects:
                 first = names_of([self.names], ids[~known][:_NAMED])
                 more = ", ..." if missing > _NAMED else ""
-                raise Unprocessable(f"candidates: {missing} unknown: {', '.join(map(str, first))}{more}")
+                raise Unprocessable(
+                    f"candidates: {missing} unknown: {', '.join(map(str, first))}{more}"
+                )
             rows = rows[known]
         return rows, known
 
@@ -389,7 +421,10 @@ class Ranking:
 
 
 class SelfCheck:
-    """Scores some served requests again without their prefix KV, behind the requests that wait; exports the drift."""
+    """Scores some served requests again without their prefix KV, behind the requests that wait.
+
+    Exports the drift.
+    """
 
     def __init__(self, engine: RankEngine, metrics: Metrics) -> None:
         self._engine = engine
@@ -407,13 +442,17 @@ class SelfCheck:
             config: the share, and the drift that is allowed.
         """
         if self._random.random() < config.selfcheck_ratio:
-            task = asyncio.get_running_loop().create_task(self._check(work, cached, tenant, config.selfcheck_max_drift))
+            task = asyncio.get_running_loop().create_task(
+                self._check(work, cached, tenant, config.selfcheck_max_drift)
+            )
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 
     async def _check(self, work: RankPass, cached: F32, tenant: str, max_drift: float) -> None:
         try:
-            cold = await self._engine.rank(replace(work, vector=None), time.monotonic() + _SELFCHECK_S, tenant=tenant)
+            cold = await self._engine.rank(
+                replace(work, vector=None), time.monotonic() + _SELFCHECK_S, tenant=tenant
+            )
         except NpuGrError:
             return  # the device has no time for it now
         drift = float(np.abs(cold.logits - cached).max() / max(float(cold.logits.std()), 1e-6))

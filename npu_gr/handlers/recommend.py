@@ -5,8 +5,8 @@
     hook      business rules; then the first M candidates go on, those that the ranker does not know behind the others
     rank      reads that prefix and orders the M; the best are answered
 
-A ranker that also retrieves may be a source itself (`shared encoder.py`): then it leases the prefix at once, and there is no
-signal. `cascade_run.py` takes one request through the stages.
+A ranker that also retrieves may be a source itself (`shared encoder.py`): then it leases the prefix
+at once, and there is no signal. `cascade_run.py` takes one request through the stages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ HOOK_THREADS = 4
 class Cascade:
     """What every cascade of an instance shares: sources, hook, popular items. Event loop only."""
 
-    def __init__(self, config: RecommendConfig, sources: Mapping[str, SizedSource], metrics: Metrics) -> None:
+    def __init__(
+        self, config: RecommendConfig, sources: Mapping[str, SizedSource], metrics: Metrics
+    ) -> None:
         """Load the hook and the popular items.
 
         Args:
@@ -50,7 +52,9 @@ class Cascade:
         hook = load_hook(config.hook) if config.hook else None
         # threads of its own: a hook that hangs holds up no other work
         threads = ThreadPoolExecutor(HOOK_THREADS, "hook") if hook else None
-        self.parts = CascadeParts(config, dict(sources), metrics, hook, threads, read_popular(config.popular))
+        self.parts = CascadeParts(
+            config, dict(sources), metrics, hook, threads, read_popular(config.popular)
+        )
 
     def serve_popular(self, popular: I64) -> None:
         """Fill up later cascades with these items; those in progress keep theirs."""
@@ -77,7 +81,8 @@ class Cascade:
 
         Raises:
             Unavailable: no source answered, and there is no list of popular items.
-            Unprocessable: the request names a source that is not configured, or an order that the ranker does not have.
+            Unprocessable: the request names a source that is not configured, or an order that the
+                ranker does not have.
             RequestError: a source says that the request makes no sense.
         """
         run = CascadeRun(self.parts, request, ranking, history, tokens, call.deadline_at)
@@ -89,9 +94,14 @@ class Cascade:
         self.parts.metrics.recommend.answered(answer)
         return answer
 
-    def _count_signal(self, verdict: Verdict, ranking: Ranking, tokens: Tokens, took_s: float) -> None:
+    def _count_signal(
+        self, verdict: Verdict, ranking: Ranking, tokens: Tokens, took_s: float
+    ) -> None:
         answer = SignalAnswer(
-            verdict=verdict, model_version=ranking.version, history=tokens.report, resident_for_s=ranking.relay.t_life_s
+            verdict=verdict,
+            model_version=ranking.version,
+            history=tokens.report,
+            resident_for_s=ranking.relay.t_life_s,
         )
         self.parts.metrics.signal.decided(verdict)
         self.parts.metrics.requests.answered(SIGNAL, answer, took_s)

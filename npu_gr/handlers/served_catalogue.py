@@ -2,9 +2,9 @@
 
 Two versions of a generator that name the same file and codes share one served catalogue.
 
-`FilterCache` makes the filter of a request, and keeps the masks of attribute queries: such a mask takes a pass over
-the whole catalogue, and the same few queries come again and again (stock, country, a category). Filters of item
-lists are not kept: they cost time in proportion to the list.
+`FilterCache` makes the filter of a request, and keeps the masks of attribute queries: such a mask
+takes a pass over the whole catalogue, and the same few queries come again and again (stock,
+country, a category). Filters of item lists are not kept: they cost time in proportion to the list.
 """
 
 from __future__ import annotations
@@ -21,11 +21,26 @@ import numpy as np
 import torch
 
 from npu_gr.catalogue.centroids import Centroids, SidMaker
-from npu_gr.catalogue.filters import Filter, allow_all, allow_items, allow_mask, attribute_in, deny_items
+from npu_gr.catalogue.filters import (
+    Filter,
+    allow_all,
+    allow_items,
+    allow_mask,
+    attribute_in,
+    deny_items,
+)
 from npu_gr.catalogue.names import EMPTY, ItemNames
 from npu_gr.catalogue.records import Record, as_items, read_items
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.catalogue.versions import Catalogue, Snapshot, add, make_snapshot, name, restore, withdraw
+from npu_gr.catalogue.versions import (
+    Catalogue,
+    Snapshot,
+    add,
+    make_snapshot,
+    name,
+    restore,
+    withdraw,
+)
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.served import CatalogueChange, CatalogueInfo
@@ -39,7 +54,10 @@ Query = Mapping[str, tuple[bool | int | float | str, ...]]
 
 
 class FilterCache:
-    """Filters of attribute queries; evicts the least recently used beyond a number of bytes. Any thread may call."""
+    """Filters of attribute queries; evicts the least recently used beyond a number of bytes.
+
+    Any thread may call.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
@@ -48,14 +66,20 @@ class FilterCache:
         self.bytes_used = 0
 
     def filter_for(
-        self, snapshot: Snapshot, allow: I64 | None = None, deny: I64 | None = None, query: Query | None = None
+        self,
+        snapshot: Snapshot,
+        allow: I64 | None = None,
+        deny: I64 | None = None,
+        query: Query | None = None,
     ) -> Filter | None:
         """Combine withdrawals, lists and attributes: an item passes if it passes them all.
 
         Args:
             snapshot: the version.
-            allow: the only item ids that pass; None = no such list. Ids that the catalogue lacks are ignored.
-            deny: item ids that do not pass; None = no such list. Ids that the catalogue lacks are ignored.
+            allow: the only item ids that pass; None = no such list. Ids that the catalogue lacks
+                are ignored.
+            deny: item ids that do not pass; None = no such list. Ids that the catalogue lacks are
+                ignored.
             query: attributes that an item must have.
 
         Returns:
@@ -81,8 +105,11 @@ class FilterCache:
                 allowed &= snapshot.available.allowed
             return allow_mask(snapshot.trie, allowed)
 
-        # repr tells 1 from True, and "1" from 1: they are equal keys of a dict, or look alike, but other queries.
-        terms = (repr((name, sorted(set(values), key=repr))) for name, values in sorted(query.items()))
+        # repr tells 1 from True, and "1" from 1: they are equal keys of a dict, or look alike, but
+        # other queries.
+        terms = (
+            repr((name, sorted(set(values), key=repr))) for name, values in sorted(query.items())
+        )
         return self._get((snapshot.version, *terms), make)
 
     def _get(self, key: tuple[object, ...], make: Callable[[], Filter]) -> Filter:
@@ -90,7 +117,8 @@ class FilterCache:
             if (cached := self._cached.get(key)) is not None:
                 self._cached.move_to_end(key)
                 return cached
-        # Outside the lock: two threads may make the same filter at once. That is rare, and the two are equal.
+        # Outside the lock: two threads may make the same filter at once. That is rare, and the two
+        # are equal.
         made = make()
         size = _bytes(made)
         with self._lock:
@@ -137,8 +165,10 @@ class ServedCatalogue:
         self._names = EMPTY
         self._centroids: Centroids | None = None  # beside the file
         self.filters = FilterCache(filter_cache_bytes)
-        self.follow: Follow = nobody  # asked before a version comes into service, which it may reject
-        self._tables: dict[str, Tables] = {}  # content -> tables, of the version in service and of the one kept
+        # asked before a version comes into service, which it may reject
+        self.follow: Follow = nobody
+        # content -> tables, of the version in service and of the one kept
+        self._tables: dict[str, Tables] = {}
         self._publishing = asyncio.Lock()
 
     @contextmanager
@@ -153,11 +183,13 @@ class ServedCatalogue:
             return [snapshot.names, self._names]
 
     async def reload(self, before: Before = anything) -> CatalogueInfo:
-        """Read the file again, and the names beside it, and serve it; requests in progress keep their version.
+        """Read the file again, and the names beside it, and serve it.
+
+        Requests in progress keep their version.
 
         Raises:
-            DataError: names the file, the record and the reason; the version served before still is.
-            What `before` raises; the same.
+            DataError: names the file, the record and the reason; the version served before still
+                is. What `before` raises; the same.
         """
         names = await asyncio.to_thread(ItemNames.load, self._path.parent) or EMPTY
         centroids = await asyncio.to_thread(Centroids.load, self._path.parent)
@@ -167,7 +199,9 @@ class ServedCatalogue:
         return info
 
     async def update(self, change: CatalogueChange, before: Before = anything) -> CatalogueInfo:
-        """Serve a version with items added, withdrawn and restored. The file does not change, so a reload undoes this.
+        """Serve a version with items added, withdrawn and restored.
+
+        The file does not change, so a reload undoes this.
 
         An item without a semantic ID gets one by the centroids beside the file; the answer has it.
 
@@ -186,39 +220,50 @@ class ServedCatalogue:
                         for new, sid in zip(change.add, sids, strict=True)
                     ]
                     pairs = zip(change.add, sids, strict=True)
-                    made.update((new.name or str(new.item_id), sid) for new, sid in pairs if not new.sid)
+                    made.update(
+                        (new.name or str(new.item_id), sid) for new, sid in pairs if not new.sid
+                    )
                     names = snapshot.names
                     snapshot = add(snapshot, as_items(records, lambda row: f"record {row + 1}"))
                     named = [new for new in change.add if new.name or new.title]
                     texts = [new.name or str(new.item_id) for new in named]
-                    snapshot = name(replace(snapshot, names=names), texts, [new.title for new in named])
+                    snapshot = name(
+                        replace(snapshot, names=names), texts, [new.title for new in named]
+                    )
                 if change.withdraw is not None:
                     snapshot = withdraw(snapshot, change.withdraw)
                 return snapshot if change.restore is None else restore(snapshot, change.restore)
 
         return replace(await self._publish(changed, before, is_strict=True), sids=made)
 
-    async def _publish(self, make: Callable[[], Snapshot], before: Before, *, is_strict: bool) -> CatalogueInfo:
+    async def _publish(
+        self, make: Callable[[], Snapshot], before: Before, *, is_strict: bool
+    ) -> CatalogueInfo:
         async with self._publishing:
             snapshot = await asyncio.to_thread(make)
             await before(lambda: snapshot.item_ids)
             if snapshot.content not in self._tables:
                 uploaded = await self._scheduler.call(
-                    lambda: Tables.upload(snapshot.trie, self._device), float("inf"), order=JobOrder(0.0)
+                    lambda: Tables.upload(snapshot.trie, self._device),
+                    float("inf"),
+                    order=JobOrder(0.0),
                 )
                 self._tables[snapshot.content] = uploaded.value
             commit = await self.follow(snapshot, is_strict)
             self._catalogue.publish(snapshot)
             commit()
             kept = self._catalogue.contents()
-            self._tables = {content: tables for content, tables in self._tables.items() if content in kept}
+            self._tables = {
+                content: tables for content, tables in self._tables.items() if content in kept
+            }
         return self.info()
 
     def _read(self) -> Snapshot:
         items = read_items(self._path)
         if len(items) and items.sids.shape[1] != len(self._codes):
             raise CatalogueError(
-                f"{self._path}: semantic IDs of {items.sids.shape[1]} codes, generate.codes names {len(self._codes)}"
+                f"{self._path}: semantic IDs of {items.sids.shape[1]} codes, generate.codes names "
+                f"{len(self._codes)}"
             )
         return make_snapshot(items, Codebooks.stacked(self._codes, self._first_token))
 
@@ -244,7 +289,10 @@ class ServedCatalogue:
         return self._catalogue.status()
 
     def item_ids(self) -> I64:
-        """List the items that can be found, in ascending order; ten million take tens of milliseconds. Any thread."""
+        """List the items that can be found, in ascending order.
+
+        Ten million take tens of milliseconds. Any thread.
+        """
         with self._catalogue.pin() as snapshot:
             return snapshot.item_ids
 

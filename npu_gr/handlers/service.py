@@ -11,8 +11,8 @@
     ingest     write the events of many users, each of whom fails alone                      jobs/writes.py
     erase      history store, known prefixes, every memory tier                              jobs/writes.py
 
-`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has. HeldPermit, deadline and
-lease are released by indentation, however a request ends.
+`core/kinds.py` lists the kinds. An instance serves those whose section its configuration has.
+HeldPermit, deadline and lease are released by indentation, however a request ends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class Service:
 
     # ---- requests
 
-    async def serve(self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None) -> A:
+    async def serve(
+        self, kind: Kind[Q, A], request: Q, budget_s: float, permit: HeldPermit | None = None
+    ) -> A:
         """Answer one request from start to end.
 
         Args:
@@ -101,7 +103,9 @@ class Service:
                 if permit is not None:
                     answer = await job.run(request, Call(arrived_at, deadline_at, permit, tenant))
                 else:
-                    with await self.admission.enter(kind.name, tenant, time.monotonic(), budget_s) as own:
+                    with await self.admission.enter(
+                        kind.name, tenant, time.monotonic(), budget_s
+                    ) as own:
                         answer = await job.run(request, Call(arrived_at, deadline_at, own, tenant))
         self.parts.metrics.requests.served(kind, tenant, answer, time.monotonic() - arrived_at)
         return answer
@@ -109,7 +113,9 @@ class Service:
     def _job(self, kind: Kind[Any, Any]) -> KindJob[Any, Any]:
         job = self.parts.jobs.get(kind.name)
         if job is None:
-            missing = "no checkpoint" if kind.section == "checkpoint" else f"no section {kind.section}"
+            missing = (
+                "no checkpoint" if kind.section == "checkpoint" else (f"no section {kind.section}")
+            )
             raise NotFound(f"this instance does not {kind.name}: its configuration has {missing}")
         return job
 
@@ -127,7 +133,9 @@ class Service:
     # ---- administration
 
     async def reload_models(self) -> list[ModelInfo]:
-        """Read the configuration file again and serve what it says; requests in progress keep their version.
+        """Read the configuration file again and serve what it says.
+
+        Requests in progress keep their version.
 
         Raises:
             Unprocessable: the new configuration cannot be served; everything is as before.
@@ -178,7 +186,10 @@ class Service:
         self._not_ready = why_not
 
     async def stop(self) -> None:
-        """End what the jobs run in the background; the models that they use are stopped after them, by `app.py`."""
+        """End what the jobs run in the background.
+
+        The models that they use are stopped after them, by `app.py`.
+        """
         for job in self.parts.jobs.values():
             await job.stop()
 

@@ -1,16 +1,18 @@
 """Where a cascade's candidates come from: the ranker and its counts, generate, match, and a list of popular items.
 
-`SharedEncoderUse` is one recommend's use of a ranker that also retrieves: two passes over one prefix.
+`SharedEncoderUse` is one recommend's use of a ranker that also retrieves: two passes over one
+prefix.
 
     find    lease of the prefix KV -> NEXT (with the encode, where something is missing) -> u -> the best items
     rank    the same prefix -> logits of the candidates, and u . e_i of each, whichever source it came from
 
-Where nobody has a word between the two (`rank_ahead`), both passes are one job of the device: `ranked_ahead` then has
-the scores, unless other candidates came to be ranked after all.
+Where nobody has a word between the two (`rank_ahead`), both passes are one job of the device:
+`ranked_ahead` then has the scores, unless other candidates came to be ranked after all.
 
-Lease, item table and order are of one version. A prefix that the first pass wrote is published before the second, so
-that other requests of the user need not wait for this one's sources. Where no page holds it (a short history, no room,
-a device that failed to read it), the second pass leases it as any rank does.
+Lease, item table and order are of one version. A prefix that the first pass wrote is published
+before the second, so that other requests of the user need not wait for this one's sources. Where no
+page holds it (a short history, no room, a device that failed to read it), the second pass leases it
+as any rank does.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ from npu_gr.relay.relay import Lease
 
 
 class SharedEncoderUse:
-    """What a request holds of the shared encoder: `async with`, which ends its lease. Event loop only."""
+    """What a request holds of the shared encoder: `async with`, which ends its lease.
+
+    Event loop only.
+    """
 
     def __init__(
         self,
@@ -83,7 +88,10 @@ class SharedEncoderUse:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
     ) -> None:
         held, self._held = self._held, None
         if held is not None:
@@ -93,8 +101,8 @@ class SharedEncoderUse:
         """Let `find` score candidates in the same job.
 
         Args:
-            merge: external ids that were found -> all candidates, known ones, of which the first will be ranked; None =
-                they are what was found. Called on a device thread.
+            merge: external ids that were found -> all candidates, known ones, of which the first
+                will be ranked; None = they are what was found. Called on a device thread.
             least: candidates that make it certain that no others will be ranked.
         """
         ranking = self._ranking
@@ -138,7 +146,14 @@ class SharedEncoderUse:
         try:
             hidden = self._hidden(denied)
             used, found = await ranking.find(
-                self._tokens, self._shown_at, num_items, hidden, lease, call, self._features, self._ahead
+                self._tokens,
+                self._shown_at,
+                num_items,
+                hidden,
+                lease,
+                call,
+                self._features,
+                self._ahead,
             )
         except BaseException:  # a cancellation too: pages that are half written must not be found
             lease.discard()
@@ -178,7 +193,11 @@ class SharedEncoderUse:
 
     def rows_of(self, items: I64) -> I64 | None:
         """Tell the rows of the very array that `find` returned; None = of any other, or they may have changed."""
-        if self._found is None or items is not self._ids or self._ranking.vocabulary is not self._vocabulary:
+        if (
+            self._found is None
+            or items is not self._ids
+            or self._ranking.vocabulary is not self._vocabulary
+        ):
             return None
         return self._found.rows
 
@@ -200,7 +219,9 @@ class SharedEncoderUse:
         """
         first, found = self._first, self._found
         vector = None if found is None else found.vector
-        ranked = await self._ranking.rank(request, self._tokens, call, lease=self._lease, vector=vector)
+        ranked = await self._ranking.rank(
+            request, self._tokens, call, lease=self._lease, vector=vector
+        )
         if first is None:
             return ranked
         cached = first.cached.num_tokens if first.cached else 0
@@ -234,7 +255,10 @@ class SourceRequest(NamedTuple):
 POPULAR = "popular"  # the list of popular items, among the names of sources
 
 Source = Callable[[SourceRequest], Awaitable[I64]]
-"""Answers items, best first, each once. Raises ColdUser if it knows nothing of the user, NpuGrError if it failed."""
+"""Answers items, best first, each once.
+
+Raises ColdUser if it knows nothing of the user, NpuGrError if it failed.
+"""
 
 
 class SizedSource(NamedTuple):
@@ -255,14 +279,20 @@ async def from_transitions(asked: SourceRequest) -> I64:
     ranking = asked.ranking
     if ranking.order is None or not len(asked.rows):
         raise ColdUser("no item of the history has transitions")
-    found = ranking.vocabulary.ids_of(ranking.order.top(asked.rows, asked.num_items + len(asked.denied.ids)))
+    found = ranking.vocabulary.ids_of(
+        ranking.order.top(asked.rows, asked.num_items + len(asked.denied.ids))
+    )
     return found[~among(found, asked.denied.ids)][: asked.num_items]
 
 
 async def from_neighbours(asked: SourceRequest) -> I64:
     """List what has most in common with the history: what the same users had."""
     order = asked.ranking.blend_sum
-    rows = asked.rows[:0] if order is None else order.nearest(asked.rows, asked.num_items + len(asked.denied.ids))
+    rows = (
+        asked.rows[:0]
+        if order is None
+        else order.nearest(asked.rows, asked.num_items + len(asked.denied.ids))
+    )
     if not len(rows):
         raise ColdUser("no item of the history has neighbours")
     found = asked.ranking.vocabulary.ids_of(rows)

@@ -4,9 +4,11 @@ replace(new)   new requests get `new`; requests that name the old version get th
 T_life later   prefixes that were signalled for the old version have found their ranks or expired
 nobody uses it the old version is stopped and dropped
 
-`ServedNames` names items and actions as their callers know them, by the tables of all these versions.
+`ServedNames` names items and actions as their callers know them, by the tables of all these
+versions.
 
-The `signal`, `rank` and `generate` jobs read the history and ask the version that their request names.
+The `signal`, `rank` and `generate` jobs read the history and ask the version that their request
+names.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class ModelVersions(Generic[V]):
         self._versions: Published[V] = Published(name)
         self._versions.publish(first)
         self._on_change = on_change
-        self._retirements: set[asyncio.Task[None]] = set()  # at most two: one may still stop its version
+        # at most two: one may still stop its version
+        self._retirements: set[asyncio.Task[None]] = set()
 
     @property
     def current(self) -> V:
@@ -80,7 +83,8 @@ class ModelVersions(Generic[V]):
     def all(self) -> list[V]:
         """List the draining version, then the current one.
 
-        They share their pages, so an erasure must visit the current one last: it owns the overwrite.
+        They share their pages, so an erasure must visit the current one last: it owns the
+        overwrite.
         """
         return [version for version in (self.draining, self.current) if version is not None]
 
@@ -97,7 +101,10 @@ class ModelVersions(Generic[V]):
             if version == each.version:
                 return each
         names = " and ".join(repr(each.version) for each in served)
-        raise NotFound(f"model_version: {quoted(version)} is not served; {names} {'is' if len(served) == 1 else 'are'}")
+        raise NotFound(
+            f"model_version: {quoted(version)} is not served; {names} "
+            f"{'is' if len(served) == 1 else 'are'}"
+        )
 
     @property
     def is_retiring(self) -> bool:
@@ -113,7 +120,8 @@ class ModelVersions(Generic[V]):
         task = asyncio.get_running_loop().create_task(self._retire(old))
         self._retirements.add(task)
         task.add_done_callback(self._retirements.discard)
-        # its engine and its relay form a cycle: without this the old weights stay until some later full collection
+        # its engine and its relay form a cycle: without this the old weights stay until some later
+        # full collection
         task.add_done_callback(lambda _: gc.collect())
 
     async def _retire(self, old: V) -> None:
@@ -152,7 +160,9 @@ class Versions:
             on_change(self.models()[0])
 
         self.rankers = None if ranking is None else ModelVersions("the ranker", ranking, changed)
-        self.generators = None if generation is None else ModelVersions("the generator", generation, changed)
+        self.generators = (
+            None if generation is None else ModelVersions("the generator", generation, changed)
+        )
 
     def ranker(self, version: str | None = None) -> Ranking:
         """Find a version of the ranker.
@@ -171,7 +181,9 @@ class Versions:
             NotFound: the instance does not generate, or does not serve that version.
         """
         if self.generators is None:
-            raise NotFound("this instance does not generate: its configuration has no section generate")
+            raise NotFound(
+                "this instance does not generate: its configuration has no section generate"
+            )
         return self.generators.find(version)
 
     def current(self) -> list[Ranking | Generation]:
@@ -183,11 +195,15 @@ class Versions:
         return [*self._draining(), *self.current()]
 
     def _draining(self) -> list[Ranking | Generation]:
-        found = [models.draining for models in (self.rankers, self.generators) if models is not None]
+        found = [
+            models.draining for models in (self.rankers, self.generators) if models is not None
+        ]
         return [version for version in found if version is not None]
 
     async def follow(self, snapshot: Snapshot, is_strict: bool) -> Commit:
-        """Have every version of the ranker prepare for a version of the catalogue; see `ScoredItems.follow`.
+        """Have every version of the ranker prepare for a version of the catalogue.
+
+        See `ScoredItems.follow`.
 
         Args:
             snapshot: that is about to come into service.
@@ -196,7 +212,9 @@ class Versions:
         if self.rankers is None:
             return lambda: None
         current = self.rankers.current
-        commits = [await r.items.follow(snapshot, is_strict and r is current) for r in self.rankers.all()]
+        commits = [
+            await r.items.follow(snapshot, is_strict and r is current) for r in self.rankers.all()
+        ]
 
         def commit() -> None:
             for show in commits:
@@ -206,15 +224,25 @@ class Versions:
 
     def of_ranker(self) -> tuple[str, ...]:
         """Name the versions of the ranker, the current one first; () = the instance does not rank."""
-        return () if self.rankers is None else tuple(one.version for one in reversed(self.rankers.all()))
+        return (
+            ()
+            if self.rankers is None
+            else tuple(one.version for one in reversed(self.rankers.all()))
+        )
 
     def of_generator(self) -> tuple[str, ...]:
         """Name the versions of the generator, as those of the ranker."""
-        return () if self.generators is None else tuple(one.version for one in reversed(self.generators.all()))
+        return (
+            ()
+            if self.generators is None
+            else tuple(one.version for one in reversed(self.generators.all()))
+        )
 
     def models(self) -> list[ModelInfo]:
         """Describe every version, those in service first."""
-        draining = [dataclasses.replace(version.model, is_draining=True) for version in self._draining()]
+        draining = [
+            dataclasses.replace(version.model, is_draining=True) for version in self._draining()
+        ]
         return [version.model for version in self.current()] + draining
 
     @property
@@ -225,7 +253,9 @@ class Versions:
     @property
     def is_retiring(self) -> bool:
         """Whether an old version drains, or is being stopped."""
-        return any(models is not None and models.is_retiring for models in (self.rankers, self.generators))
+        return any(
+            models is not None and models.is_retiring for models in (self.rankers, self.generators)
+        )
 
     @property
     def max_events(self) -> int:
@@ -240,9 +270,14 @@ class Versions:
 
 
 class ServedNames:
-    """The tables of all versions together: an id is one item's, so whichever table has it names it. Event loop only."""
+    """The tables of all versions together: an id is one item's, so whichever table has it names it.
 
-    def __init__(self, histories: Histories, versions: Versions, vectors: ServedVectors | None) -> None:
+    Event loop only.
+    """
+
+    def __init__(
+        self, histories: Histories, versions: Versions, vectors: ServedVectors | None
+    ) -> None:
         """Read the tables where they are served.
 
         Args:
@@ -290,7 +325,11 @@ class ServedNames:
 
     def _tables(self) -> list[ItemNames]:
         """List each table once: of the catalogue, of the versions in service, of those before them."""
-        tables = [] if self._versions.generators is None else self._versions.generators.current.items.tables()
+        tables = (
+            []
+            if self._versions.generators is None
+            else self._versions.generators.current.items.tables()
+        )
         vectors = [] if self._vectors is None else self._vectors.kept()
         serving, all_versions = self._versions.current(), self._versions.all()
         tables += [version.names for version in (*serving, *vectors, *all_versions)]
@@ -298,7 +337,13 @@ class ServedNames:
 
 
 # After these verdicts the prefix is in HBM, or on its way, and waits for its rank.
-_PRODUCED = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD, Verdict.ALREADY_RESIDENT, Verdict.ALREADY_RUNNING)
+_PRODUCED = (
+    Verdict.PREINFER,
+    Verdict.EXTEND,
+    Verdict.RELOAD,
+    Verdict.ALREADY_RESIDENT,
+    Verdict.ALREADY_RUNNING,
+)
 
 
 class _ModelJob:
@@ -346,7 +391,9 @@ class SignalJob(_ModelJob):
                 verdict = ranking.signal(request.user, tokens, request.num_candidates)
             else:
                 events = history.events
-                report = HistoryReport(fingerprint=history.fingerprint, num_tokens=len(events), origin=events.origin)
+                report = HistoryReport(
+                    fingerprint=history.fingerprint, num_tokens=len(events), origin=events.origin
+                )
             self._histories.remember(request.user, request.history, history)
             if generation is not None:
                 generate_verdict = await generation.signal(request.user, history)
@@ -396,11 +443,16 @@ class GenerateJob(_ModelJob):
                 request.user, request.history, self._versions.max_events, call.slot.outside
             )
             events = history.events
-            if events.origin.fault and not len(events):  # an empty prompt would blame the caller: 422
-                raise StoreFailed("the history store fails, and nothing is known of the user", events.origin.fault)
+            # an empty prompt would blame the caller: 422
+            if events.origin.fault and not len(events):
+                raise StoreFailed(
+                    "the history store fails, and nothing is known of the user", events.origin.fault
+                )
             self._histories.remember(request.user, request.history, history)
             history_s = time.monotonic() - call.arrived_at
             answer = await generation.generate(request, history, call, history_s)
-        answer = msgspec.structs.replace(answer, history=msgspec.structs.replace(answer.history, origin=events.origin))
+        answer = msgspec.structs.replace(
+            answer, history=msgspec.structs.replace(answer.history, origin=events.origin)
+        )
         self._metrics.generate.answered(answer)
         return answer

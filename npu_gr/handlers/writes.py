@@ -1,6 +1,7 @@
 """The jobs that change what is known of users: `events` and `ingest` write behaviours, `erase` forgets a user.
 
-`EraseJob` is the one place that knows every memory of a user: the store, the known prefixes, every memory tier.
+`EraseJob` is the one place that knows every memory of a user: the store, the known prefixes, every
+memory tier.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def check_actions(versions: Versions, events: Events) -> None:
         return
     last = len(versions.rankers.current.model.actions) - 1
     if not 0 <= smallest(events.actions) <= largest(events.actions) <= last:
-        raise Unprocessable(f"events.actions: an index is over {last}, the last of the model's actions")
+        raise Unprocessable(
+            f"events.actions: an index is over {last}, the last of the model's actions"
+        )
 
 
 class IngestJob:
@@ -99,7 +102,9 @@ class IngestJob:
             raise one
         if one.mode is Mode.REPLACE:
             if one.user in replaced:
-                raise Unprocessable("user_id: named before in this call, and a replace has all events of its user")
+                raise Unprocessable(
+                    "user_id: named before in this call, and a replace has all events of its user"
+                )
             replaced.add(one.user)
         if one.mode is not Mode.APPEND and one.key is not None:
             raise Unprocessable(f"idempotency_key: only for the mode append; {one.mode} needs none")
@@ -116,7 +121,9 @@ class EraseJob:
     The answer names the places that still hold bytes of the user.
     """
 
-    def __init__(self, versions: Versions, histories: Histories, vectors: ServedVectors | None) -> None:
+    def __init__(
+        self, versions: Versions, histories: Histories, vectors: ServedVectors | None
+    ) -> None:
         self._versions = versions
         self._histories = histories
         self._vectors = vectors

@@ -4,20 +4,21 @@
               │            │                             │ longer than the limit: store_slow
               └ open       └ none in time: store_busy    └ fails: store_unavailable, disk_full, entry_corrupt
 
-The circuit breaker rejects calls at once after failures, and one now and then tries whether it is over:
+The circuit breaker rejects calls at once after failures, and one now and then tries whether it is
+over:
 
     closed ── failures in a row, or half of the newest ones ──> open ── retry_s ──> one probe
       ▲                                                          ▲                    │
       │                                                          └────── it fails ────┤
       └──────────────────────────── it succeeds ──────────────────────────────────────┘
 
-A call that passed while the breaker was closed does not count once it is open: only a probe says how things
-are now.
+A call that passed while the breaker was closed does not count once it is open: only a probe says
+how things are now.
 
-Reads of a store have a lane of their own, and so have appends and erasures: neither waits for the other, and a
-full disk that fails every append stops no read. A caller that gives up, or whose limit is over, leaves its call
-behind: the call keeps its place until the store has really ended it. So a store that hangs holds `max_calls`
-calls, and nothing else.
+Reads of a store have a lane of their own, and so have appends and erasures: neither waits for the
+other, and a full disk that fails every append stops no read. A caller that gives up, or whose limit
+is over, leaves its call behind: the call keeps its place until the store has really ended it. So a
+store that hangs holds `max_calls` calls, and nothing else.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class StoreBreaker:
             return False
         self._in_a_row += 1
         self._newest.append(True)
-        half = len(self._newest) == self._newest.maxlen and sum(self._newest) * 2 >= len(self._newest)
+        half = len(self._newest) == self._newest.maxlen and sum(self._newest) * 2 >= len(
+            self._newest
+        )
         if self._in_a_row < self._max_failures and not half:
             return False
         self._turn(self._clock() + self._retry_s)
@@ -145,7 +148,10 @@ class _Call:
 
 
 class Lane:
-    """Calls of one sort: at most so many at once, so many that wait, each for so long. Event loop only."""
+    """Calls of one sort: at most so many at once, so many that wait, each for so long.
+
+    Event loop only.
+    """
 
     def __init__(
         self,
@@ -200,12 +206,15 @@ class Lane:
             work: calls the store.
 
         Raises:
-            StoreFailed: the store failed or took too long, no place was free in time, or the breaker is open.
+            StoreFailed: the store failed or took too long, no place was free in time, or the
+                breaker is open.
         """
         era = self._breaker.enter()
         if era is None:
             self._observer.called(operation, REJECTED, 0.0)
-            raise StoreFailed(f"{self._cause}; it is tried again every {self._retry_s * 1e3:.0f} ms", self._fault)
+            raise StoreFailed(
+                f"{self._cause}; it is tried again every {self._retry_s * 1e3:.0f} ms", self._fault
+            )
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
         call = _Call(operation, self._clock(), era, answer)
@@ -214,7 +223,9 @@ class Lane:
         except BaseException:
             self._breaker.given_up(era)
             raise
-        timer = loop.call_later(self._limit_s - (self._clock() - call.began_at), self._overdue, call)
+        timer = loop.call_later(
+            self._limit_s - (self._clock() - call.began_at), self._overdue, call
+        )
         task = loop.create_task(self._work(call, work, timer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -225,13 +236,18 @@ class Lane:
             await self._places.acquire()  # does not wait
             return
         if self.waiting >= self._max_queue:
-            raise self._busy(call, f"{self.waiting} calls wait for it, and max_queue is {self._max_queue}")
+            raise self._busy(
+                call, f"{self.waiting} calls wait for it, and max_queue is {self._max_queue}"
+            )
         self.waiting += 1
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._places.acquire()
         except TimeoutError as error:
-            text = f"{self._max_calls} calls are being made, and none ended within {self._limit_s * 1e3:.0f} ms"
+            text = (
+                f"{self._max_calls} calls are being made, and none ended within "
+                f"{self._limit_s * 1e3:.0f} ms"
+            )
             raise self._busy(call, text) from error
         finally:
             self.waiting -= 1
@@ -242,7 +258,9 @@ class Lane:
         self._faults.warning("", f"{self._of} is busy: {self._name} {text}")
         return StoreFailed(f"{self._of} is busy: {text}", StoreFault.BUSY)
 
-    async def _work(self, call: _Call, work: Callable[[], Awaitable[Any]], timer: asyncio.TimerHandle) -> None:
+    async def _work(
+        self, call: _Call, work: Callable[[], Awaitable[Any]], timer: asyncio.TimerHandle
+    ) -> None:
         """Make the call, report it if its limit is not over, and give the place back."""
         error: Exception | None = None
         value: Any = None
@@ -266,8 +284,11 @@ class Lane:
         """End the wait for a call whose limit is over."""
         late_s = self._clock() - call.began_at - self._limit_s
         if late_s > self._limit_s / 4 and not is_second:
-            # the event loop was blocked, and read no answer meanwhile: that is not the store's fault
-            asyncio.get_running_loop().call_later(min(late_s, self._limit_s), self._overdue, call, True)
+            # the event loop was blocked, and read no answer meanwhile: that is not the store's
+            # fault
+            asyncio.get_running_loop().call_later(
+                min(late_s, self._limit_s), self._overdue, call, True
+            )
             return
         text = f"{self._of} did not answer within {self._limit_s * 1e3:.0f} ms"
         error = StoreFailed(text, StoreFault.SLOW)
@@ -293,7 +314,12 @@ class Lane:
             self._cause = str(error)
             self._fault = fault
             if self._breaker.failed(call.era):
-                log.error("%s fails: %s fail at once until it works again: %s", self._of, self._name, error)
+                log.error(
+                    "%s fails: %s fail at once until it works again: %s",
+                    self._of,
+                    self._name,
+                    error,
+                )
 
 
 class GuardedStore:
@@ -332,7 +358,9 @@ class GuardedStore:
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         return await self.writes.call("append", lambda: self._store.append(user, events, key))
 
-    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+    async def write_many(
+        self, batch: Sequence[Write]
+    ) -> list[Written | StoreFailed | Unprocessable]:
         return await self.writes.call("append", lambda: self._store.write_many(batch))
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:

@@ -16,7 +16,8 @@ from npu_gr.core.history import Events
 U64 = npt.NDArray[np.uint64]
 
 # Redis: every event carries its check, because an append there cannot read what it appends to.
-CHECKED = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8"), ("check", "<u4")])  # 22 bytes
+# 22 bytes
+CHECKED = np.dtype([("item", "<i8"), ("action", "<i2"), ("timestamp", "<i8"), ("check", "<u4")])
 
 
 def row_sum(*fields: bytes | int) -> int:
@@ -40,7 +41,9 @@ def check_row(found: int | None, *fields: bytes | int) -> None:
 
 def damaged(what: str) -> StoreFailed:
     """Make the error of an entry that cannot be trusted."""
-    return StoreFailed(f"the history store has damaged data of this user: {what}", StoreFault.CORRUPT)
+    return StoreFailed(
+        f"the history store has damaged data of this user: {what}", StoreFault.CORRUPT
+    )
 
 
 def pack_checked(key: bytes, events: Events) -> bytes:
@@ -103,7 +106,8 @@ class Found:
     num_unchecked: int = 0  # of them: written before there were checksums
     is_complete: bool = True
     bad_users: set[bytes] = field(default_factory=set)  # whose history cannot be read whole
-    damage: list[str] = field(default_factory=list)  # what the file says of itself, and places that cannot be read
+    # what the file says of itself, and places that cannot be read
+    damage: list[str] = field(default_factory=list)
 
     @property
     def num_damaged(self) -> int:

@@ -1,10 +1,11 @@
 """The embedded history store: SQLite in WAL mode, one file, one process.
 
-Appends go to one writer thread, which commits all that have gathered in one transaction: concurrent appends share an
-fsync, and each is acknowledged only after it. A job that fails is undone alone. What an erasure deletes is overwritten
-before the erasure is acknowledged (`RowOverwrites`), once for all erasures of a group. Reads have a connection and a
-thread of their own, so a read never waits for an append. Events lie in chunks of `CHUNK`, so an append rewrites at
-most one chunk of its user.
+Appends go to one writer thread, which commits all that have gathered in one transaction: concurrent
+appends share an fsync, and each is acknowledged only after it. A job that fails is undone alone.
+What an erasure deletes is overwritten before the erasure is acknowledged (`RowOverwrites`), once
+for all erasures of a group. Reads have a connection and a thread of their own, so a read never
+waits for an append. Events lie in chunks of `CHUNK`, so an append rewrites at most one chunk of its
+user.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class _Undone(NamedTuple):
 class GroupWriter:
     """The thread that writes: it commits all jobs that have gathered in one transaction."""
 
-    def __init__(self, path: Path, db: sqlite3.Connection, overwrites: RowOverwrites, health: StoreHealth) -> None:
+    def __init__(
+        self, path: Path, db: sqlite3.Connection, overwrites: RowOverwrites, health: StoreHealth
+    ) -> None:
         """Start the thread.
 
         Args:
@@ -66,7 +69,8 @@ class GroupWriter:
         self._overwrites = overwrites
         self._health = health
         self._max_log_bytes = MAX_LOG_BYTES
-        self._erased: list[_Job] = []  # committed, not overwritten, and not answered; the thread only
+        # committed, not overwritten, and not answered; the thread only
+        self._erased: list[_Job] = []
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.is_closed = False
         self._sample_disk()
@@ -74,7 +78,9 @@ class GroupWriter:
         self._thread.start()
 
     async def submit(self, work: Callable[[sqlite3.Connection], Any], erases: bool = False) -> Any:
-        """Run a job in the next transaction. Returns its result when that is on the disk, whoever is cancelled.
+        """Run a job in the next transaction.
+
+        Returns its result when that is on the disk, whoever is cancelled.
 
         Args:
             work: reads and writes the file.
@@ -117,10 +123,13 @@ class GroupWriter:
             if is_due:
                 self._sample_disk()
                 sampled_at = time.monotonic()
-        self._overwrite()  # else SQLite brings the log into the file itself, when the connections are closed
+        # else SQLite brings the log into the file itself, when the connections are closed
+        self._overwrite()
 
     def _gather(self) -> tuple[list[_Job], bool]:
-        """The next job and those that wait behind it, `MAX_GROUP` at most; and whether the store is being closed.
+        """The next job and those that wait behind it, `MAX_GROUP` at most.
+
+        And whether the store is being closed.
 
         Nothing if no job comes for `SAMPLE_S`.
         """
@@ -138,7 +147,10 @@ class GroupWriter:
         return group, True
 
     def _commit(self, group: Sequence[_Job]) -> None:
-        """Do the jobs in one transaction. If it cannot be committed, each half of them is tried alone."""
+        """Do the jobs in one transaction.
+
+        If it cannot be committed, each half of them is tried alone.
+        """
         db = self._db
         try:
             db.execute("BEGIN IMMEDIATE")
@@ -169,13 +181,16 @@ class GroupWriter:
     def _overwrite(self) -> None:
         """Overwrite what was deleted, and answer the erasures that wait for it, once for all of them.
 
-        What cannot be done now, because a reader holds the log or the disk rejects, is tried again every `SAMPLE_S`.
+        What cannot be done now, because a reader holds the log or the disk rejects, is tried again
+        every `SAMPLE_S`.
         """
         try:
             is_done = self._overwrites.run(self._db)
             result = "ok" if is_done else "held"
         except Exception as error:  # noqa: BLE001  (the thread outlives every job)
-            log.error("history store %s: deleted rows are not overwritten yet: %s", self._path, error)
+            log.error(
+                "history store %s: deleted rows are not overwritten yet: %s", self._path, error
+            )
             is_done, result = False, "failed"
         self._health.overwrites[result] += 1
         if is_done:
@@ -232,7 +247,9 @@ class EmbeddedStore:
             try:
                 overwrites = files.enter_context(closing(RowOverwrites(path)))
             except OSError as error:
-                raise ConfigError(f"features.path: {path} cannot be used: {error.strerror}") from error
+                raise ConfigError(
+                    f"features.path: {path} cannot be used: {error.strerror}"
+                ) from error
             warn_if_shared(*(path.with_name(path.name + end) for end in ("", "-wal", "-shm")))
             try:
                 self._writer = file.connect(path, files)
@@ -252,9 +269,13 @@ class EmbeddedStore:
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         return (await self._write_one(Write(user, events, Mode.APPEND, key))).num_events
 
-    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+    async def write_many(
+        self, batch: Sequence[Write]
+    ) -> list[Written | StoreFailed | Unprocessable]:
         """Do the writes as jobs of their own, which share transactions."""
-        done = await asyncio.gather(*(self._write_one(one) for one in batch), return_exceptions=True)
+        done = await asyncio.gather(
+            *(self._write_one(one) for one in batch), return_exceptions=True
+        )
         results: list[Written | StoreFailed | Unprocessable] = []
         for one in done:
             if isinstance(one, BaseException) and not isinstance(one, StoreFailed | Unprocessable):
@@ -264,9 +285,13 @@ class EmbeddedStore:
 
     async def _write_one(self, one: Write) -> Written:
         check_size(one.events, self._config.max_feature_bytes_per_event)
-        limits = file.KeyLimits(int(self._wall_clock()), self._config.idempotency_s, self._config.max_idempotency_keys)
+        limits = file.KeyLimits(
+            int(self._wall_clock()), self._config.idempotency_s, self._config.max_idempotency_keys
+        )
         max_events = self._config.max_events_per_user
-        written: Written = await self._group.submit(lambda db: file.write(db, one, max_events, limits))
+        written: Written = await self._group.submit(
+            lambda db: file.write(db, one, max_events, limits)
+        )
         return written
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:

@@ -1,7 +1,7 @@
 """Look for damage in the embedded store's file, and save what is whole into a new one.
 
-Only SQLite's trees are walked. Pages outside of them hold rows that were deleted: to search those would bring erased
-users back.
+Only SQLite's trees are walked. Pages outside of them hold rows that were deleted: to search those
+would bring erased users back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from npu_gr.history_store.store import EVENT, MAX_EVENTS
 
 log = logging.getLogger(__name__)
 
-_SKIPPED_CHUNKS = 64  # of one user that a walk tries to leave out before it goes on with another user
+# of one user that a walk tries to leave out before it goes on with another user
+_SKIPPED_CHUNKS = 64
 _STEPS = 10_000  # instructions of SQLite between two looks at the clock
 _HEADER = b"SQLite format 3\0"
 
@@ -49,12 +50,18 @@ def quick_check(db: sqlite3.Connection, path: Path, limit_s: float) -> int:
     extent = "all" if found.is_complete else f"a part, in {limit_s:g} s,"
     if found.num_damaged:
         log.error(
-            "history store %s: %d damaged places (%s of it was checked); the users concerned are answered without it: "
+            "history store %s: %d damaged places (%s of it was checked); the users concerned are "
+            "answered without it: "
             "`npu-gr store %s` says more, `npu-gr store --repair NEW` saves what is whole",
             *(path, found.num_damaged, extent, path),
         )
     else:
-        log.info("history store %s: %s of it was checked: %d entries, no damage", path, extent, found.num_entries)
+        log.info(
+            "history store %s: %s of it was checked: %d entries, no damage",
+            path,
+            extent,
+            found.num_entries,
+        )
     return found.num_damaged
 
 
@@ -62,7 +69,8 @@ def check(path: Path) -> Found:
     """Read every entry, and compare it with its checksum. The file is not changed.
 
     Raises:
-        ConfigError: an instance has the store open, or there is no such file. DataError: it is no store.
+        ConfigError: an instance has the store open, or there is no such file. DataError: it is no
+            store.
     """
     with ExitStack() as files:
         db = _open_to_read(path, files)
@@ -76,7 +84,9 @@ def _open_to_read(path: Path, files: ExitStack) -> sqlite3.Connection:
     db = files.enter_context(closing(sqlite3.connect(path, isolation_level=None)))
     try:
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+        tables = {
+            name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+        }
     except sqlite3.Error as error:
         raise DataError(f"{path}: cannot be read at all: {error}") from error
     if version > file.SCHEMA or not {"users", "chunks"} <= tables:
@@ -154,7 +164,8 @@ def repair(path: Path, out: Path) -> Repaired:
     A user who lost events keeps the others, in order. Idempotency keys are not saved.
 
     Raises:
-        ConfigError: `out` exists, or an instance has the store open. DataError: nothing can be read.
+        ConfigError: `out` exists, or an instance has the store open. DataError: nothing can be
+            read.
     """
     if out.exists():
         raise ConfigError(f"{out}: exists already")
@@ -163,7 +174,11 @@ def repair(path: Path, out: Path) -> Repaired:
     with ExitStack() as files:
         files.enter_context(file.lock(path))
         files.enter_context(file.lock(out))
-        folder = Path(files.enter_context(tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-copy-")))
+        folder = Path(
+            files.enter_context(
+                tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}-copy-")
+            )
+        )
         old = _open_copy(path, folder, files)
         overwrites = files.enter_context(closing(RowOverwrites(out)))
         new = file.connect(out, files)
@@ -183,7 +198,9 @@ def _open_copy(path: Path, folder: Path, files: ExitStack) -> sqlite3.Connection
     with copy.open("r+b") as data:
         header = data.read(100)
         if not header.startswith(_HEADER):
-            raise DataError(f"{path}: its first page is damaged, and with it the list of tables; restore a copy")
+            raise DataError(
+                f"{path}: its first page is damaged, and with it the list of tables; restore a copy"
+            )
         page_bytes = int.from_bytes(header[16:18], "big")
         page_bytes = 65536 if page_bytes == 1 else page_bytes
         num_pages = copy.stat().st_size // page_bytes
@@ -192,9 +209,13 @@ def _open_copy(path: Path, folder: Path, files: ExitStack) -> sqlite3.Connection
             data.write(num_pages.to_bytes(4, "big"))
     db = files.enter_context(closing(sqlite3.connect(copy, isolation_level=None)))
     try:
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+        tables = {
+            name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+        }
     except sqlite3.Error as error:
-        raise DataError(f"{path}: its list of tables cannot be read: {error}; restore a copy") from error
+        raise DataError(
+            f"{path}: its list of tables cannot be read: {error}; restore a copy"
+        ) from error
     if not {"users", "chunks"} <= tables:
         raise DataError(f"{path}: no history store")
     return db
@@ -211,13 +232,15 @@ def _save(old: sqlite3.Connection, new: sqlite3.Connection) -> Repaired:
         except StoreFailed:
             done.bad_users.add(key)
     new.execute("BEGIN IMMEDIATE")
-    with suppress(sqlite3.Error, StoreFailed):  # damaged, or an older version's file: the next append names them again
+    # damaged, or an older version's file: the next append names them again
+    with suppress(sqlite3.Error, StoreFailed):
         write_names(new, read_names(old))
     for key, chunks in walk.chunks():
         first, total = extents.pop(key, (0, -1))
         good = _good(key, chunks, total)
         is_first = bool(good) and good[0].chunk == first // CHUNK
-        events = events_of(good, first % CHUNK if is_first else 0)  # what was given up may still be in the chunk
+        # what was given up may still be in the chunk
+        events = events_of(good, first % CHUNK if is_first else 0)
         lost = max(0, total - first - len(events))
         if lost or total < 0 or len(good) < len(chunks):
             done.bad_users.add(key)
@@ -270,7 +293,8 @@ class _Walk:
             try:
                 for row in self._after(table, keys, columns, at):
                     key = row[: len(keys)]
-                    if isinstance(key[0], bytes) and key > at:  # a damaged page may hold keys in any order
+                    # a damaged page may hold keys in any order
+                    if isinstance(key[0], bytes) and key > at:
                         at = key
                         yield row
                 return
@@ -278,13 +302,17 @@ class _Walk:
                 self.gaps.append(f"a place in {table}")
             at = self._behind(table, keys, at)
 
-    def _after(self, table: str, keys: tuple[str, ...], columns: str, at: tuple[Any, ...]) -> sqlite3.Cursor:
+    def _after(
+        self, table: str, keys: tuple[str, ...], columns: str, at: tuple[Any, ...]
+    ) -> sqlite3.Cursor:
         names = ", ".join(keys)
         marks = ", ".join("?" * len(keys))
         select = f"SELECT {columns} FROM {table} WHERE"  # all names are ours  # noqa: S608
         return self._db.execute(f"{select} ({names}) > ({marks}) ORDER BY {names}", at)
 
-    def _behind(self, table: str, keys: tuple[str, ...], at: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _behind(
+        self, table: str, keys: tuple[str, ...], at: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
         """Find the key after which to go on; None = nothing behind `at` can be read."""
         if (key := self._next(table, keys, at)) is not None:
             return key  # its row cannot be read, but the tree around it can
@@ -294,7 +322,9 @@ class _Walk:
                 return one
         hints = self._hints(table)
         for user in hints[bisect_right(hints, at[0]) :]:
-            before = (user[:-1] + bytes((user[-1] - 1,)) if user[-1] else user[:-1], 1 << 62)[: len(keys)]
+            before = (user[:-1] + bytes((user[-1] - 1,)) if user[-1] else user[:-1], 1 << 62)[
+                : len(keys)
+            ]
             if before > at and self._next(table, keys, before) is not None:
                 return before
         return None
@@ -313,7 +343,9 @@ class _Walk:
             self._known[other] = sorted(known)
         return self._known[other]
 
-    def _next(self, table: str, keys: tuple[str, ...], at: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _next(
+        self, table: str, keys: tuple[str, ...], at: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
         """The first key behind `at`; None if it cannot be read, or there is none."""
         try:
             key: tuple[Any, ...] | None = self._after(table, keys, ", ".join(keys), at).fetchone()

@@ -4,23 +4,27 @@
     chunks   user, chunk -> `CHUNK` events, and their features if they have any; the last chunk may be shorter
     keys     user, idempotency key -> what the append that brought it was, and what it answered
     actions  number -> name of an action: a list that is written before the first event that uses a number, and only
-             grows at its end. So a model whose actions are others is found before it reads a `buy` as a `view`
+             grows at its end. So a model whose actions are others is found before it reads a `buy`
+             as a `view`
 
-Each row has the checksum of its fields, which is checked whenever the row is read. Rows of schema 0 have none until
-they are written again; those of schema 1 have no features.
+Each row has the checksum of its fields, which is checked whenever the row is read. Rows of schema 0
+have none until they are written again; those of schema 1 have no features.
 
 What was deleted from the embedded store is overwritten: in the file, and in its log.
 
-SQLite's `secure_delete` writes zeros over the rows that it deletes, but not everywhere: where rows move to another page
-of a tree, the page that they leave keeps their old bytes in the room between its list of cells and its cells. So each
-page that was written is looked at once it is in the file, and that room is filled with zeros. Then the log is cut.
+SQLite's `secure_delete` writes zeros over the rows that it deletes, but not everywhere: where rows
+move to another page of a tree, the page that they leave keeps their old bytes in the room between
+its list of cells and its cells. So each page that was written is looked at once it is in the file,
+and that room is filled with zeros. Then the log is cut.
 
-    pages of the log -> checkpoint into the file -> zeros into the rooms of those pages -> the log is cut to nothing
+    pages of the log -> checkpoint into the file -> zeros into the rooms of those pages -> the log
+    is cut to nothing
 
-Whatever the process dies of, the log names the pages until they are done. The room of a page means nothing to SQLite:
-a reader in another process may read on.
+Whatever the process dies of, the log names the pages until they are done. The room of a page means
+nothing to SQLite: a reader in another process may read on.
 
-Invariant: what this process writes reaches the file by `RowOverwrites.run` alone, so it sees every page.
+Invariant: what this process writes reaches the file by `RowOverwrites.run` alone, so it sees every
+page.
 """
 
 from __future__ import annotations
@@ -39,7 +43,15 @@ from npu_gr.core.file_permissions import open_private
 from npu_gr.core.history import Events, Mode, Write, Written
 from npu_gr.core.names import difference
 from npu_gr.history_store.checksum import check_row, damaged, row_sum
-from npu_gr.history_store.event_features import CHUNK, Chunk, dump_runs, events_of, join_runs, load_runs, pack_runs
+from npu_gr.history_store.event_features import (
+    CHUNK,
+    Chunk,
+    dump_runs,
+    events_of,
+    join_runs,
+    load_runs,
+    pack_runs,
+)
 from npu_gr.history_store.store import IdempotencyKey, StoredHistory, key_bytes, merge, pack
 
 SCHEMA = 2  # 0: rows without checksums, no keys; 1: events without features
@@ -89,9 +101,12 @@ def lock(path: Path) -> IO[str]:
 
 def connect(path: Path, files: ExitStack) -> sqlite3.Connection:
     """Connect; `files` closes the connection. The file exists: its log gets its mode."""
-    connection = files.enter_context(closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)))
+    connection = files.enter_context(
+        closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
+    )
     connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=FULL")  # an fsync for each commit, which is the acknowledgement
+    # an fsync for each commit, which is the acknowledgement
+    connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA secure_delete=ON")
     connection.execute("PRAGMA wal_autocheckpoint=0")  # `RowOverwrites` does it
     return connection
@@ -103,15 +118,21 @@ def prepare(db: sqlite3.Connection) -> None:
     Raises:
         ConfigError: a newer version wrote the file. sqlite3.Error: the file cannot be written.
     """
-    db.execute("BEGIN IMMEDIATE")  # a file that cannot be written is found at start, not by the first append
+    # a file that cannot be written is found at start, not by the first append
+    db.execute("BEGIN IMMEDIATE")
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version > SCHEMA:
         db.execute("ROLLBACK")
-        raise ConfigError(f"features.path: its schema is {version}, and this version reads up to {SCHEMA}")
+        raise ConfigError(
+            f"features.path: its schema is {version}, and this version reads up to {SCHEMA}"
+        )
     if version < SCHEMA:
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+        tables = {
+            name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+        }
         for table in sorted(tables & {"users", "chunks"}) if version < 1 else ():
-            db.execute(f"ALTER TABLE {table} ADD COLUMN sum INTEGER")  # NULL until the row is written again
+            # NULL until the row is written again
+            db.execute(f"ALTER TABLE {table} ADD COLUMN sum INTEGER")
         if "chunks" in tables:
             db.execute("ALTER TABLE chunks ADD COLUMN features BLOB")
         for statement in filter(str.strip, _TABLES.split(";")):
@@ -156,7 +177,9 @@ def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) 
             data, runs = older.data + data, join_runs(load_runs(older.features), runs)
         row = Chunk.make(key, chunk, data, dump_runs(runs))
         db.execute(
-            "INSERT OR REPLACE INTO chunks (user, chunk, data, features, sum) VALUES (?, ?, ?, ?, ?)", (key, *row)
+            "INSERT OR REPLACE INTO chunks (user, chunk, data, features, sum) VALUES (?, ?, ?, "
+            "?, ?)",
+            (key, *row),
         )
         at += room
     total += len(events)
@@ -170,9 +193,12 @@ def append(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) 
 
 
 def replace(db: sqlite3.Connection, key: bytes, events: Events, max_events: int) -> int:
-    """Put the newest `max_events` in the place of all that is kept, which may be damaged; return how many they are.
+    """Put the newest `max_events` in the place of all that is kept, which may be damaged.
 
-    The history counts from 0 again. Idempotency keys stay: an append that is sent again is still known.
+    Return how many they are.
+
+    The history counts from 0 again. Idempotency keys stay: an append that is sent again is still
+    known.
     """
     for table in ("chunks", "users"):
         db.execute(f"DELETE FROM {table} WHERE user = ?", (key,))  # two names above  # noqa: S608
@@ -186,7 +212,9 @@ def merge_into(db: sqlite3.Connection, key: bytes, events: Events, max_events: i
     if not merged.changes:
         return Written(len(stored), 0)
     if merged.is_append:
-        return Written(append(db, key, merged.events[-merged.num_added :], max_events), merged.num_added)
+        return Written(
+            append(db, key, merged.events[-merged.num_added :], max_events), merged.num_added
+        )
     return Written(replace(db, key, merged.events, max_events), merged.num_added, merged.num_filled)
 
 
@@ -202,7 +230,8 @@ def read(db: sqlite3.Connection, key: bytes, last: int) -> StoredHistory:
     first, total = extent
     start = max(first, total - last)
     found = db.execute(
-        "SELECT chunk, data, features, sum FROM chunks WHERE user = ? AND chunk >= ? ORDER BY chunk",
+        "SELECT chunk, data, features, sum FROM chunks WHERE user = ? AND chunk >= ? ORDER "
+        "BY chunk",
         (key, start // CHUNK),
     )
     rows = [Chunk(*row) for row in found]
@@ -236,7 +265,9 @@ def check_extent(key: bytes, first: object, total: object, found: int | None) ->
 
 
 def _chunk(db: sqlite3.Connection, key: bytes, chunk: int, num_events: int) -> Chunk:
-    row = db.execute("SELECT data, features, sum FROM chunks WHERE user = ? AND chunk = ?", (key, chunk)).fetchone()
+    row = db.execute(
+        "SELECT data, features, sum FROM chunks WHERE user = ? AND chunk = ?", (key, chunk)
+    ).fetchone()
     if row is None:
         raise damaged("a part is missing")
     found = Chunk(chunk, *row)
@@ -247,7 +278,9 @@ def _chunk(db: sqlite3.Connection, key: bytes, chunk: int, num_events: int) -> C
 # ---- idempotency keys
 
 
-def applied(db: sqlite3.Connection, user: bytes, key: IdempotencyKey, limits: KeyLimits) -> int | None:
+def applied(
+    db: sqlite3.Connection, user: bytes, key: IdempotencyKey, limits: KeyLimits
+) -> int | None:
     """Return what the append with this key answered; None if there was none, or too long ago.
 
     Raises:
@@ -267,11 +300,17 @@ def applied(db: sqlite3.Connection, user: bytes, key: IdempotencyKey, limits: Ke
     return int(num_events)
 
 
-def remember(db: sqlite3.Connection, user: bytes, key: IdempotencyKey, num_events: int, limits: KeyLimits) -> None:
-    """Keep a key with what its append answers; forget some that are too old, and the user's oldest over the limit."""
+def remember(
+    db: sqlite3.Connection, user: bytes, key: IdempotencyKey, num_events: int, limits: KeyLimits
+) -> None:
+    """Keep a key with what its append answers.
+
+    Forget some that are too old, and the user's oldest over the limit.
+    """
     fields = (user, key.key, key.events, num_events, limits.now)
     db.execute(
-        "INSERT OR REPLACE INTO keys (user, key, digest, num_events, at, sum) VALUES (?, ?, ?, ?, ?, ?)",
+        "INSERT OR REPLACE INTO keys (user, key, digest, num_events, at, sum) VALUES (?, ?, ?, "
+        "?, ?, ?)",
         (*fields, row_sum(*fields)),
     )
     db.execute(
@@ -286,7 +325,12 @@ def remember(db: sqlite3.Connection, user: bytes, key: IdempotencyKey, num_event
 
 
 def append_once(
-    db: sqlite3.Connection, user: bytes, events: Events, key: IdempotencyKey, max_events: int, limits: KeyLimits
+    db: sqlite3.Connection,
+    user: bytes,
+    events: Events,
+    key: IdempotencyKey,
+    max_events: int,
+    limits: KeyLimits,
 ) -> Written:
     """Append, unless an append with this key was made.
 
@@ -299,7 +343,8 @@ def append_once(
         limits: of the keys.
 
     Returns:
-        What the append with this key answers, the first time and every time; but later times add nothing.
+        What the append with this key answers, the first time and every time; but later times add
+        nothing.
     """
     known = applied(db, user, key, limits)
     if known is not None:
@@ -356,7 +401,10 @@ def write_names(db: sqlite3.Connection, names: Sequence[str]) -> tuple[str, ...]
         return kept
     for number, name in list(enumerate(names))[len(kept) :]:
         raw = name.encode("utf-8", "surrogatepass")
-        db.execute("INSERT INTO actions (number, name, sum) VALUES (?, ?, ?)", (number, raw, row_sum(number, raw)))
+        db.execute(
+            "INSERT INTO actions (number, name, sum) VALUES (?, ?, ?)",
+            (number, raw, row_sum(number, raw)),
+        )
     return tuple(names)
 
 
@@ -366,18 +414,22 @@ MAX_LOG_BYTES = 4 << 20  # then the log is brought into the file, though nothing
 _LOG_HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
 _TREE_PAGES = {2: 12, 5: 12, 10: 8, 13: 8}  # first byte of a page -> size of its header
-# From here on the first byte of a page that belongs to no tree, which is a part of a page number, may look like theirs.
+# From here on the first byte of a page that belongs to no tree, which is a part of a page number,
+# may look like theirs.
 _MAX_PAGES = 1 << 25
 
 
 class RowOverwrites:
-    """Brings the log into the file, and leaves nothing in either that was deleted. The writer's thread only."""
+    """Brings the log into the file, and leaves nothing in either that was deleted.
+
+    The writer's thread only.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the file, and make it if it is missing, readable by its owner alone.
 
-        Call it before SQLite opens the file, and `close` it after: closing any descriptor of a file gives up all locks
-        that the process has on it.
+        Call it before SQLite opens the file, and `close` it after: closing any descriptor of a file
+        gives up all locks that the process has on it.
 
         Raises:
             OSError: the file cannot be used.
@@ -385,7 +437,8 @@ class RowOverwrites:
         self._path = path
         self._log_path = path.with_name(path.name + "-wal")
         self._file = open_private(path)
-        self._pages: set[int] = set()  # that the log has named since the last run that was completed
+        # that the log has named since the last run that was completed
+        self._pages: set[int] = set()
 
     def close(self) -> None:
         """Close the file."""
@@ -406,7 +459,8 @@ class RowOverwrites:
             db: the writer's connection, outside of a transaction.
 
         Returns:
-            Whether nothing deleted is left. False: a reader holds the log, or the file is too large; try again.
+            Whether nothing deleted is left. False: a reader holds the log, or the file is too
+            large; try again.
 
         Raises:
             sqlite3.Error, OSError: the disk rejects. Try again.
@@ -443,7 +497,8 @@ class RowOverwrites:
             os.fdatasync(self._file)
         finally:
             db.execute("ROLLBACK")
-            db.execute("PRAGMA shrink_memory")  # pages in memory have the old rooms, and would be written with them
+            # pages in memory have the old rooms, and would be written with them
+            db.execute("PRAGMA shrink_memory")
         self._pages.clear()
         return True
 

@@ -3,8 +3,9 @@
     layout   msgpack of [[name, width], ...], by name: width 0 = a number, k = up to k names
     rows     of each event: float32 of a number, NaN = missing; k uint64 hashes of names, 0 = no value
 
-These are the values as `as_column` makes them: they need no list of names of a checkpoint, so the next model reads them
-too. What all events of a run lack is not in its layout, and what no run says of an event is missing.
+These are the values as `as_column` makes them: they need no list of names of a checkpoint, so the
+next model reads them too. What all events of a run lack is not in its layout, and what no run says
+of an event is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from npu_gr.core.history import Events
 from npu_gr.history_store.checksum import check_row, damaged, row_sum
 from npu_gr.history_store.store import EVENT, unpack
 
-RUN_EVENTS = 256  # of a run at most: one event with many values makes the rows of these wide, and no others
+# of a run at most: one event with many values makes the rows of these wide, and no others
+RUN_EVENTS = 256
 _LAYOUTS = 256  # that are remembered; a user has one for each set of features that a model reads
 
 
@@ -52,7 +54,9 @@ def check_size(events: Events, max_bytes: int) -> None:
     Raises:
         Unprocessable: over `max_bytes`.
     """
-    num_bytes = 4 * len(events.features.numbers) + sum(8 * _width(one) for one in events.features.names.values())
+    num_bytes = 4 * len(events.features.numbers) + sum(
+        8 * _width(one) for one in events.features.names.values()
+    )
     if num_bytes > max_bytes:
         raise Unprocessable(
             f"events.features: {num_bytes} bytes an event, the limit is {max_bytes} "
@@ -73,11 +77,17 @@ def pack_runs(features: Columns, num_events: int, start: int = 0) -> list[Run]:
 
 
 def _packed(features: Columns, num_events: int, start: int) -> Run | None:
-    columns: dict[str, F32 | U64] = {name: one for name, one in features.numbers.items() if not np.isnan(one).all()}
-    columns |= {name: one[:, :width] for name, one in features.names.items() if (width := _width(one))}
+    columns: dict[str, F32 | U64] = {
+        name: one for name, one in features.numbers.items() if not np.isnan(one).all()
+    }
+    columns |= {
+        name: one[:, :width] for name, one in features.names.items() if (width := _width(one))
+    }
     if not columns:
         return None
-    widths = [[name, 0 if columns[name].ndim == 1 else columns[name].shape[1]] for name in sorted(columns)]
+    widths = [
+        [name, 0 if columns[name].ndim == 1 else columns[name].shape[1]] for name in sorted(columns)
+    ]
     layout = msgspec.msgpack.encode(widths)
     rows = np.empty(num_events, read_layout(layout).dtype)
     for place, (name, _) in enumerate(widths):
@@ -94,7 +104,8 @@ def unpack_runs(runs: Iterable[Run], num_events: int) -> Columns:
     """Read the features of n events.
 
     Args:
-        runs: places are counted from the first of these events; what lies before it, or behind the last, is left out.
+        runs: places are counted from the first of these events; what lies before it, or behind the
+            last, is left out.
         num_events: n.
 
     Raises:
@@ -140,10 +151,14 @@ def place_rows(parts: Iterable[tuple[RunLayout, Any, I64]], num_events: int) -> 
         rows, here = rows[is_here], places[is_here]
         for place, (name, width) in enumerate(layout.widths):
             if width:
-                names[name] = known = widened(names.get(name, np.zeros((num_events, width), np.uint64)), width)
+                names[name] = known = widened(
+                    names.get(name, np.zeros((num_events, width), np.uint64)), width
+                )
                 known[here, :width] = rows[str(place)]
             else:
-                numbers.setdefault(name, np.full(num_events, np.nan, np.float32))[here] = rows[str(place)]
+                numbers.setdefault(name, np.full(num_events, np.nan, np.float32))[here] = rows[
+                    str(place)
+                ]
     return Columns(numbers, names) if numbers or names else NO_COLUMNS
 
 
@@ -157,7 +172,8 @@ def read_layout(layout: bytes) -> RunLayout:
     try:
         widths = msgspec.msgpack.decode(layout, type=tuple[tuple[str, int], ...])
         fields = [
-            (str(place), "<u8", (width,)) if width else (str(place), "<f4") for place, (_, width) in enumerate(widths)
+            (str(place), "<u8", (width,)) if width else (str(place), "<f4")
+            for place, (_, width) in enumerate(widths)
         ]
         dtype, checked = np.dtype(fields), np.dtype([*fields, ("check", "<u4")])
     except (msgspec.MsgspecError, ValueError) as error:
@@ -209,13 +225,19 @@ class Chunk(NamedTuple):
 
     chunk: int
     data: Any  # EVENT records
-    features: Any  # runs of `event_features`, places counted from the chunk's first event; None = no event has any
+    # runs of `event_features`, places counted from the chunk's first event; None = no event has any
+    features: Any
     sum: int | None  # None = the row is older than the sums
 
     @classmethod
     def make(cls, key: bytes, chunk: int, data: bytes, features: bytes | None) -> Chunk:
         """Make a row of this user."""
-        return cls(chunk, data, features, row_sum(key, chunk, data, *([] if features is None else [features])))
+        return cls(
+            chunk,
+            data,
+            features,
+            row_sum(key, chunk, data, *([] if features is None else [features])),
+        )
 
     def check(self, key: bytes, num_events: int | None) -> None:
         """Check that the row is whole.
@@ -231,7 +253,9 @@ class Chunk(NamedTuple):
         if not isinstance(data, bytes) or len(data) % EVENT.itemsize:
             raise damaged("a part is cut")
         if num_events is not None and len(data) != num_events * EVENT.itemsize:
-            raise damaged(f"a part has {len(data) // EVENT.itemsize} events and should have {num_events}")
+            raise damaged(
+                f"a part has {len(data) // EVENT.itemsize} events and should have {num_events}"
+            )
         if not isinstance(features, bytes | None):
             raise damaged("features of its events make no sense")
         check_row(self.sum, key, self.chunk, data, *([] if features is None else [features]))

@@ -1,7 +1,7 @@
 """Interaction logs: RecBole atomic files (`.inter`, `.item`), JSONL (`.jsonl`, `.jsonl.gz`, `.jsonl.zst`), and JSON.
 
-A `.json` file holds {"user": [item, ...]}, oldest first, as data sets of semantic-ID papers do. Its events get the
-value 1, and their place in the list as timestamp.
+A `.json` file holds {"user": [item, ...]}, oldest first, as data sets of semantic-ID papers do. Its
+events get the value 1, and their place in the list as timestamp.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ ToldKind = Literal["", "category", "hashed", "number"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FeatureColumn:
-    """One feature of a log. Every event answers a request, which showed its item to its user at its time.
+    """One feature of a log.
+
+    Every event answers a request, which showed its item to its user at its time.
 
     user     what is known of the user
     event    of what happened, known only afterwards
@@ -39,7 +41,8 @@ class FeatureColumn:
 
     name: str
     of: LogFeatureOf
-    values: npt.NDArray[Any]  # of each event, or each user: float64 and NaN, or objects: str, list of str, None
+    # of each event, or each user: float64 and NaN, or objects: str, list of str, None
+    values: npt.NDArray[Any]
     kind: ToldKind = ""  # what its owner says that it is; "" = as its values look
 
     @property
@@ -52,7 +55,8 @@ class FeatureColumn:
         return self if self.of == "user" else replace(self, values=self.values[part])
 
 
-_INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)  # `12.0` too: what a tool writes whose column had gaps
+# `12.0` too: what a tool writes whose column had gaps
+_INTEGER = re.compile(r"(-?\d+)(\.0*)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +68,8 @@ class Interactions:
     values: npt.NDArray[np.float64]  # [n] what the user did, e.g. a rating
     timestamps: I64  # [n] unix seconds
     user_names: list[str]
-    action_names: tuple[str, ...] = ()  # value v is action_names[int(v)]; none = a value is a number, as a rating is
+    # value v is action_names[int(v)]; none = a value is a number, as a rating is
+    action_names: tuple[str, ...] = ()
     columns: tuple[FeatureColumn, ...] = ()  # features of users and of these events
 
     def __len__(self) -> int:
@@ -89,7 +94,8 @@ class ItemValues:
     name: str
     values: list[str]  # vocabulary
     of_item: dict[int, list[int]]  # external item id -> indices into `values`
-    numbers: dict[int, float] = field(default_factory=dict)  # what the values are ranges of; none = they are no ranges
+    # what the values are ranges of; none = they are no ranges
+    numbers: dict[int, float] = field(default_factory=dict)
 
 
 def read_interactions(
@@ -104,7 +110,8 @@ def read_interactions(
 
     Args:
         path: .inter, .jsonl (also .gz, .zst) or .json.
-        user_column, item_column, value_column, time_column: their names in the file; a .json file has none.
+        user_column, item_column, value_column, time_column: their names in the file; a .json file
+            has none.
 
     Raises:
         DataError: names the file, the line and the reason; nothing is returned.
@@ -112,7 +119,9 @@ def read_interactions(
     if path.suffix == ".json":
         return _read_sequences(path)
     columns = (user_column, item_column, value_column, time_column)
-    rows = _jsonl_rows(path, columns) if ".jsonl" in path.suffixes else _atomic_rows(path, columns)[1]
+    rows = (
+        _jsonl_rows(path, columns) if ".jsonl" in path.suffixes else _atomic_rows(path, columns)[1]
+    )
     codes: dict[str, int] = {}
     users = []
     items = []
@@ -172,8 +181,8 @@ def read_edges(
     """Read who interacted with what, in file order, without times and values.
 
     Args:
-        path: as for `read_interactions`; or a plain TSV, which has no header, and the user and the item in its first
-            two columns, separated by tabs or blanks.
+        path: as for `read_interactions`; or a plain TSV, which has no header, and the user and the
+            item in its first two columns, separated by tabs or blanks.
         user_column, item_column: their names in the file; a plain TSV has none.
         tenant: of every user, where there is no column of it.
         tenant_column: its name in the file; not for a plain TSV.
@@ -204,7 +213,9 @@ def read_edges(
     return users, np.array(items, np.int64)
 
 
-def read_item_features(path: Path, columns: Sequence[str], *, item_column: str = "item_id") -> list[ItemValues]:
+def read_item_features(
+    path: Path, columns: Sequence[str], *, item_column: str = "item_id"
+) -> list[ItemValues]:
     """Read columns of an atomic `.item` file.
 
     An empty cell is no value. Of an item that is listed twice the last line counts.
@@ -231,7 +242,10 @@ def read_item_features(path: Path, columns: Sequence[str], *, item_column: str =
         for known, found, cell, kind in zip(codes, of_item, cells, kinds[1:], strict=True):
             names = cell.split(" ") if kind == "token_seq" else [cell]
             found[item] = [known.setdefault(name, len(known)) for name in names if name]
-    return [ItemValues(name, list(known), found) for name, known, found in zip(columns, codes, of_item, strict=True)]
+    return [
+        ItemValues(name, list(known), found)
+        for name, known, found in zip(columns, codes, of_item, strict=True)
+    ]
 
 
 def movielens_100k() -> Path:
@@ -250,7 +264,9 @@ def movielens_100k() -> Path:
     raise DataError("MovieLens-100K: this version of recbole does not carry it; use recbole==1.2.1")
 
 
-def _atomic_rows(path: Path, columns: Sequence[str]) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
+def _atomic_rows(
+    path: Path, columns: Sequence[str]
+) -> tuple[list[str], Iterator[tuple[int, list[str]]]]:
     """The types of the wanted columns; and for each line its number and the cells of these columns.
 
     The header reads like `user_id:token<TAB>rating:float`.
@@ -330,7 +346,10 @@ def _tenant(cell: object) -> str:
 
 
 def _integer(cell: object) -> int:
-    """An item id, exactly. Rejects what was rounded on the way, and Python spellings such as `1_000`."""
+    """An item id, exactly.
+
+    Rejects what was rounded on the way, and Python spellings such as `1_000`.
+    """
     if isinstance(cell, str) and (match := _INTEGER.fullmatch(cell)):
         return _int64(int(match[1]))
     if isinstance(cell, int) and not isinstance(cell, bool):

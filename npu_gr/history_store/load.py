@@ -35,7 +35,8 @@ class Loaded:
 
     num_users: int = 0
     num_added: int = 0  # events
-    num_known: int = 0  # events that were there, or are older than all that the store keeps of a full user
+    # events that were there, or are older than all that the store keeps of a full user
+    num_known: int = 0
     num_filled: int = 0  # of these, that gained features
     num_replaced: int = 0  # users whose history was put in the place of another
 
@@ -49,20 +50,23 @@ async def load_interactions(
     progress: Callable[[int], None] | None = None,
     features: Sequence[Feature] = (),
 ) -> Loaded:
-    """Write every user's events in time order. What ends in the middle is completed by a second load.
+    """Write every user's events in time order.
+
+    What ends in the middle is completed by a second load.
 
     Args:
         store: where to write.
         interactions: in time order.
         action_names: of the model; the place of a name is the action in the store.
         tenant: of all these users.
-        mode: MERGE adds what the store lacks. REPLACE puts the log's events in the place of all that it has of a user.
+        mode: MERGE adds what the store lacks. REPLACE puts the log's events in the place of all
+            that it has of a user.
         progress: called with the number of events of each batch that is written.
         features: of the model; those of events are loaded where the log has them.
 
     Raises:
-        DataError: an action of the log is none of the model's, or a feature has values that do not fit the model's;
-            nothing was loaded.
+        DataError: an action of the log is none of the model's, or a feature has values that do not
+            fit the model's; nothing was loaded.
         StoreFailed: some users could not be written; all others of their batch were.
     """
     actions = _actions(interactions, action_names)
@@ -74,7 +78,8 @@ async def load_interactions(
         if failures:
             raise StoreFailed(
                 f"{len(failures)} of {len(batch)} users could not be written: {failures[0]}; "
-                f"{loaded.num_users} users before them are loaded: load again to complete it, nothing is doubled"
+                f"{loaded.num_users} users before them are loaded: load again to complete it, "
+                "nothing is doubled"
             )
         size = sum(len(one.events) for one in batch)
         written = [one for one in results if isinstance(one, Written)]
@@ -99,7 +104,10 @@ def _batches(
     for user, start, end in zip(users.tolist(), starts.tolist(), ends, strict=True):
         part = order[start:end]
         events = Events(
-            interactions.items[part], actions[part], interactions.timestamps[part], features=of_events.take(part)
+            interactions.items[part],
+            actions[part],
+            interactions.timestamps[part],
+            features=of_events.take(part),
         )
         batch.append(Write(UserKey(tenant, interactions.user_names[user]), events, mode))
         if len(batch) == BATCH_USERS:
@@ -118,7 +126,8 @@ def _actions(interactions: Interactions, names: Sequence[str]) -> I16:
     unknown = [name for name in wanted if name not in places]
     if unknown:
         raise DataError(
-            f"actions of the log that the model lacks: {_listed(unknown)}; the model has: {_listed(names)}; "
+            f"actions of the log that the model lacks: {_listed(unknown)}; the model has: "
+            f"{_listed(names)}; "
             f"the log has: {_listed(wanted)}"
         )
     return np.array([places[name] for name in wanted], np.int16)[codes]
@@ -127,16 +136,25 @@ def _actions(interactions: Interactions, names: Sequence[str]) -> I16:
 def features_loaded(interactions: Interactions, features: Sequence[Feature]) -> tuple[str, ...]:
     """Name the features of events that the model reads and the log has."""
     known = {one.name for one in features if one.of == "event"}
-    return tuple(column.name for column in interactions.columns if column.of == "event" and column.name in known)
+    return tuple(
+        column.name
+        for column in interactions.columns
+        if column.of == "event" and column.name in known
+    )
 
 
 def _of_events(interactions: Interactions, features: Sequence[Feature]) -> Columns:
-    """Read the features of all events as the service would read them; what the model does not have is left out."""
+    """Read the features of all events as the service would read them.
+
+    What the model does not have is left out.
+    """
     known = {one.name: one for one in features if one.of == "event"}
     of_events = [column for column in interactions.columns if column.of == "event"]
     given = {one.name: one.values if one.is_number else one.values.tolist() for one in of_events}
     try:
-        return as_columns(known, {name: given[name] for name in known if name in given}, len(interactions))
+        return as_columns(
+            known, {name: given[name] for name in known if name in given}, len(interactions)
+        )
     except ValueError as error:
         raise DataError(f"features of events: {error}") from error
 

@@ -8,10 +8,10 @@
     npu_gr:actions          names of the actions by number: a list that only grows at its end
     npu_gr:{user}:events    records without checksums, of an older version: moved to `log` when they are first met
 
-An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge reads, and writes
-unless somebody else wrote meanwhile. Durability is the
-server's own (`appendonly yes`); an append is acknowledged when the server has answered it. No command is
-sent twice, because an append that was not answered in time may have happened.
+An append is one script, and so is a read: an append is atomic, and a read sees one state. A merge
+reads, and writes unless somebody else wrote meanwhile. Durability is the server's own (`appendonly
+yes`); an append is acknowledged when the server has answered it. No command is sent twice, because
+an append that was not answered in time may have happened.
 """
 
 from __future__ import annotations
@@ -33,9 +33,22 @@ from npu_gr.core.errors import ConfigError, StoreFailed, StoreFault, Unprocessab
 from npu_gr.core.history import Events, Mode, StoreHealth, UserKey, Write, Written
 from npu_gr.core.tls import TlsFiles
 from npu_gr.history_store import redis_records as scripts
-from npu_gr.history_store.checksum import CHECKED, Found, count_bad, damaged, pack_checked, unpack_checked
+from npu_gr.history_store.checksum import (
+    CHECKED,
+    Found,
+    count_bad,
+    damaged,
+    pack_checked,
+    unpack_checked,
+)
 from npu_gr.history_store.event_features import check_size
-from npu_gr.history_store.redis_records import FEATURES, RunGroup, count_bad_rows, pack_entries, unpack_groups
+from npu_gr.history_store.redis_records import (
+    FEATURES,
+    RunGroup,
+    count_bad_rows,
+    pack_entries,
+    unpack_groups,
+)
 from npu_gr.history_store.store import (
     EVENT,
     HistoryConfig,
@@ -54,7 +67,9 @@ _SCHEME = "rediss"
 
 
 def tls_options(url: str, tls: TlsFiles | None) -> dict[str, Any]:
-    """Return what redis-py needs for a URL; the server's certificate and its name are always checked.
+    """Return what redis-py needs for a URL.
+
+    The server's certificate and its name are always checked.
 
     Args:
         url: `rediss://` or another one, which needs nothing.
@@ -86,7 +101,10 @@ def is_in_clear(url: str) -> bool:
 
 
 def tls_trouble(error: BaseException) -> str:
-    """Return what TLS says in an error of a connection, or nothing; it names no address and no password."""
+    """Return what TLS says in an error of a connection, or nothing.
+
+    It names no address and no password.
+    """
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, ssl.SSLError):
@@ -132,7 +150,8 @@ class RedisStore:
         try:
             pool = BlockingConnectionPool.from_url(
                 config.redis_url.reveal(),
-                max_connections=2 * config.max_calls,  # reads, and as many appends and erasures; others wait
+                # reads, and as many appends and erasures; others wait
+                max_connections=2 * config.max_calls,
                 timeout=config.timeout_s,
                 socket_timeout=config.timeout_s,
                 socket_connect_timeout=config.timeout_s,
@@ -141,7 +160,9 @@ class RedisStore:
                 **_unnamed(),
             )
         except ValueError:  # its text may hold a piece of the password
-            raise ConfigError(f"features.url: {config.redis_url} is no address of a Redis: {_HOW}") from None
+            raise ConfigError(
+                f"features.url: {config.redis_url} is no address of a Redis: {_HOW}"
+            ) from None
         if is_in_clear(str(config.redis_url)):
             log.warning("features.url: histories cross the network in clear; use rediss://")
         store = cls(Redis.from_pool(pool), config)
@@ -155,7 +176,9 @@ class RedisStore:
     async def append(self, user: UserKey, events: Events, key: str | None = None) -> int:
         return (await self._write(Write(user, events, Mode.APPEND, key))).num_events
 
-    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+    async def write_many(
+        self, batch: Sequence[Write]
+    ) -> list[Written | StoreFailed | Unprocessable]:
         """Do the writes of one user one after the other, and those of different users at once."""
         turns: defaultdict[UserKey, list[int]] = defaultdict(list)
         for place, one in enumerate(batch):
@@ -191,7 +214,15 @@ class RedisStore:
     async def _append_once(self, one: Write) -> Written:
         key = key_bytes(one.user)
         data = pack_checked(key, one.events)
-        arguments: list[Any] = [data, self._max_events * CHECKED.itemsize, CHECKED.itemsize, b"", b"", 0, 0]
+        arguments: list[Any] = [
+            data,
+            self._max_events * CHECKED.itemsize,
+            CHECKED.itemsize,
+            b"",
+            b"",
+            0,
+            0,
+        ]
         if one.key is not None:
             made = IdempotencyKey.make(one.key, one.events)
             keep_s = max(1, round(self._config.idempotency_s))
@@ -219,20 +250,30 @@ class RedisStore:
         if not merged.changes:
             return Written(len(stored), 0)
         # a history that is written anew counts from 0
-        given_up = first + len(all_stored) + merged.num_added - len(merged.events) if merged.is_append else 0
+        given_up = (
+            first + len(all_stored) + merged.num_added - len(merged.events)
+            if merged.is_append
+            else 0
+        )
         arguments = _put_arguments(one.user, merged.events, given_up, state)
         if await _run(self._put(_keys(one.user), arguments)) in (scripts.CHANGED, scripts.OLD):
             return None
         return Written(len(merged.events), merged.num_added, merged.num_filled)
 
     async def read(self, user: UserKey, last: int) -> StoredHistory:
-        first, events, _ = await self._read_state(user, min(last, self._max_events) * CHECKED.itemsize, "")
+        first, events, _ = await self._read_state(
+            user, min(last, self._max_events) * CHECKED.itemsize, ""
+        )
         return StoredHistory(events, first)
 
-    async def _read_state(self, user: UserKey, num_bytes: int, with_state: str) -> tuple[int, Events, str]:
+    async def _read_state(
+        self, user: UserKey, num_bytes: int, with_state: str
+    ) -> tuple[int, Events, str]:
         """Read the newest events, the index of the first of them, and the state of all."""
         keys, key = _keys(user), key_bytes(user)
-        while (answer := await _run(self._read(keys, [num_bytes, CHECKED.itemsize, with_state]))) == scripts.OLD:
+        while (
+            answer := await _run(self._read(keys, [num_bytes, CHECKED.itemsize, with_state]))
+        ) == scripts.OLD:
             await self._move_old(user)
         first, data, groups, state = answer
         events = unpack_checked(key, data)
@@ -250,7 +291,9 @@ class RedisStore:
 
     async def erase(self, user: UserKey) -> bool:
         await _run(self._client.unlink(*_keys(user)))
-        return True  # there is no file of ours; what the server's own files keep until it rewrites them is its matter
+        # there is no file of ours; what the server's own files keep until it rewrites them is its
+        # matter
+        return True
 
     async def num_keys(self, user: UserKey) -> int:
         """Count the keys that exist of a user."""
@@ -260,7 +303,10 @@ class RedisStore:
         await self._client.aclose()
 
     async def _move_old(self, user: UserKey) -> None:
-        """Write the records of an older version again, with checksums; another instance may do it first."""
+        """Write the records of an older version again, with checksums.
+
+        Another instance may do it first.
+        """
         keys = _keys(user)
         data = await _run(self._client.get(keys[-1])) or b""
         if len(data) % EVENT.itemsize:
@@ -299,7 +345,10 @@ def _texts(raw: list[bytes]) -> tuple[str, ...]:
 def _keys(user: UserKey) -> list[str]:
     name = base64.urlsafe_b64encode(key_bytes(user)).decode()
     # one hash slot for all
-    return [f"npu_gr:{{{name}}}:{part}" for part in ("log", "first", "keys", "order", "features", "events")]
+    return [
+        f"npu_gr:{{{name}}}:{part}"
+        for part in ("log", "first", "keys", "order", "features", "events")
+    ]
 
 
 def _put_arguments(user: UserKey, events: Events, given_up: int, state: str) -> list[Any]:
@@ -316,7 +365,9 @@ _RUNS = 256  # of features at once
 
 
 async def check_redis(url: str, tls: TlsFiles | None = None) -> Found:
-    """Read every user's records, and compare each with its checksum. Users that change meanwhile are read as they are.
+    """Read every user's records, and compare each with its checksum.
+
+    Users that change meanwhile are read as they are.
 
     Args:
         url: of the server.
@@ -365,7 +416,9 @@ async def _count_bad_features(client: Redis, name: bytes, key: bytes) -> int:
     bad, after = 0, b"0"
     while answer := await client.eval(FEATURES, 3, *names, after, _RUNS, CHECKED.itemsize):
         after, first, records, runs = answer
-        groups = [RunGroup(layout, end, str(len(rows)).encode(), rows) for end, layout, rows in runs]
+        groups = [
+            RunGroup(layout, end, str(len(rows)).encode(), rows) for end, layout, rows in runs
+        ]
         bad += count_bad_rows(key, groups, int(first), records)
     return bad
 

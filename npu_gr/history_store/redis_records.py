@@ -1,15 +1,15 @@
 """What is sent to Redis: the scripts of the history store, and the features of events.
 
-Each script is one step that nothing comes between. KEYS of all of them: log, first, keys, order, features,
-events; `redis.py` says what they hold.
+Each script is one step that nothing comes between. KEYS of all of them: log, first, keys, order,
+features, events; `redis.py` says what they hold.
 
 Features are a stream of runs, whose rows carry checksums, because an append cannot read there:
 
     id `end-0`    the run is of the events before the index `end`, counted over everything the user ever did
     one field     its layout -> its rows, each with a checksum of the user, the layout, the row, and its event's own
 
-So a row that stands beside another event than it came with is found: an instance of an older version, which does not
-know the stream, may have put other events there.
+So a row that stands beside another event than it came with is found: an instance of an older
+version, which does not know the stream, may have put other events there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from npu_gr.core.errors import StoreFailed
 from npu_gr.core.feature_schema.columns import Columns
 from npu_gr.core.history import Events
 from npu_gr.history_store.checksum import CHECKED, U64, damaged, mix
-from npu_gr.history_store.event_features import RunLayout, pack_runs, place_rows, places_of, read_layout, read_rows
+from npu_gr.history_store.event_features import (
+    RunLayout,
+    pack_runs,
+    place_rows,
+    places_of,
+    read_layout,
+    read_rows,
+)
 
 U32 = npt.NDArray[np.uint32]
 
@@ -64,7 +71,9 @@ def pack_entries(key: bytes, events: Events, records: bytes) -> list[tuple[int, 
     return entries
 
 
-def unpack_groups(key: bytes, groups: Iterable[RunGroup], first_index: int, records: bytes) -> Columns:
+def unpack_groups(
+    key: bytes, groups: Iterable[RunGroup], first_index: int, records: bytes
+) -> Columns:
     """Read the features of events.
 
     Args:
@@ -110,8 +119,13 @@ def _placed(group: RunGroup, first_index: int) -> tuple[RunLayout, Any, npt.NDAr
     return layout, rows, places_of(ends - lengths - first_index, lengths)
 
 
-def _num_bad(key: bytes, raw: bytes, layout: RunLayout, checks: U32, rows: Any, places: npt.NDArray[np.int64]) -> int:
-    """Count the rows whose checksum is wrong; those behind the last event are, those before the first are not read."""
+def _num_bad(
+    key: bytes, raw: bytes, layout: RunLayout, checks: U32, rows: Any, places: npt.NDArray[np.int64]
+) -> int:
+    """Count the rows whose checksum is wrong.
+
+    Those behind the last event are, those before the first are not read.
+    """
     is_here = (places >= 0) & (places < len(checks))
     here = rows[is_here]
     plain = np.empty(len(here), layout.dtype)
@@ -136,12 +150,14 @@ def _row_checks(key: bytes, layout: bytes, checks: U32, rows: Any) -> U32:
 OLD = -1  # records of an older version are there: move them, then ask again
 OTHER = -2  # the idempotency key came with other events
 BAD = -3  # the idempotency key's entry is damaged
-CUT = -4  # the records are: their bytes are not whole ones, and what was appended would be read across them
+# the records are: their bytes are not whole ones, and what was appended would be read across them
+CUT = -4
 CHANGED = -5  # somebody else wrote meanwhile: read again
 STRAY = -6  # features are there of events that are not: an older version put others in their place
 
-# ARGV: data, limit and size of a record in bytes, an idempotency key ("" = none), the digest of its events, seconds to
-# keep it, most keys of a user; then of each run of features the place behind its last event, its layout, its rows.
+# ARGV: data, limit and size of a record in bytes, an idempotency key ("" = none), the digest of its
+# events, seconds to keep it, most keys of a user; then of each run of features the place behind its
+# last event, its layout, its rows.
 APPEND = """
 local log, first, keys, order, features = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 if redis.call('EXISTS', KEYS[6]) == 1 then return -1 end
@@ -206,8 +222,8 @@ local function state()
   return redis.sha1hex(table.concat(parts))
 end
 """
-# ARGV: bytes that are wanted, size of a record, and 1 to answer the state too. Runs of features are answered by layout:
-# the ends of all that have it, their sizes, their rows.
+# ARGV: bytes that are wanted, size of a record, and 1 to answer the state too. Runs of features are
+# answered by layout: the ends of all that have it, their sizes, their rows.
 READ = (
     _STATE
     + """
@@ -237,8 +253,8 @@ end
 return {index, redis.call('GETRANGE', KEYS[1], from, -1), groups, ARGV[3] == '1' and state() or ''}
 """
 )
-# ARGV: new records, events given up before them, and the state of what they replace ("" = any); then of each run of
-# features the index behind its last event, its layout, its rows.
+# ARGV: new records, events given up before them, and the state of what they replace ("" = any);
+# then of each run of features the index behind its last event, its layout, its rows.
 PUT = (
     _STATE
     + """
@@ -260,8 +276,9 @@ redis.call('APPEND', KEYS[1], ARGV[1])
 redis.call('DEL', KEYS[6])
 return 1
 """
-# KEYS: log, first, features. ARGV: the index that an answer before ended at, most runs, size of a record. Answers where
-# these runs end, the index of the first of their events that is there, the records from it on, and the runs.
+# KEYS: log, first, features. ARGV: the index that an answer before ended at, most runs, size of a
+# record. Answers where these runs end, the index of the first of their events that is there, the
+# records from it on, and the runs.
 FEATURES = """
 if redis.call('EXISTS', KEYS[3]) == 0 then return nil end
 local after, record = tonumber(ARGV[1]), tonumber(ARGV[3])

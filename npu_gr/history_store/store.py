@@ -34,14 +34,17 @@ class SourceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Where the features of users come from that requests do not bring."""
 
     entry: str  # feast, or package.module:name of a function or a class
-    options: dict[str, Option] = {}  # keyword arguments: of the class, of feast, of each call of the function
+    # keyword arguments: of the class, of feast, of each call of the function
+    options: dict[str, Option] = {}
     timeout_s: Seconds = 0.01  # of one call, the wait for its place included
     max_calls: Count = 32  # at once; as many threads where the source is no coroutine
     max_queue: Count = 1024  # that wait for their turn; the next one fails at once
     max_failures: Count = 5  # in a row; then calls fail at once, but for one every `retry_s`
     retry_s: Seconds = 0.05
-    fresh_s: SecondsOrZero = 30.0  # so long a user's features serve his requests; a signal's serve the rank after it
-    stale_s: SecondsOrZero = 3600.0  # so old ones still stand in where the source fails; 0 = none do
+    # so long a user's features serve his requests; a signal's serve the rank after it
+    fresh_s: SecondsOrZero = 30.0
+    # so old ones still stand in where the source fails; 0 = none do
+    stale_s: SecondsOrZero = 3600.0
     max_users: Count = 100_000  # whose features are remembered
 
 
@@ -52,11 +55,13 @@ class HistoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     path: str = "history.db"  # embedded: the file; its folder is made
     url: SecretUrl | None = None  # redis; None = redis://127.0.0.1:6379/0; rediss:// is over TLS
     tls: TlsFiles | None = None  # of rediss://
-    max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536  # older ones are given up
+    # older ones are given up
+    max_events_per_user: Annotated[int, msgspec.Meta(ge=1, le=MAX_EVENTS)] = 65_536
     # of an event: 4 a number, 8 a name; as many names as any event of the write has
     max_feature_bytes_per_event: Annotated[int, msgspec.Meta(ge=0, le=MAX_FEATURE_BYTES)] = 1024
     timeout_s: Seconds = 1.0  # of an append or erasure; redis: also to connect, and to be answered
-    read_timeout_s: Seconds = 0.025  # of one read: a small share of the objectives of those who wait for it
+    # of one read: a small share of the objectives of those who wait for it
+    read_timeout_s: Seconds = 0.025
     max_calls: Count = 64  # reads at once, and as many appends and erasures
     max_queue: Count = 1024  # of each that wait for their turn; the next one fails at once
     max_failures: Count = 5  # in a row; then calls fail at once, but for one every `retry_s`
@@ -96,7 +101,9 @@ class IdempotencyKey(NamedTuple):
     def make(cls, key: str, events: Events) -> IdempotencyKey:
         """Digest a caller's key and the events that came with it."""
         text = key.encode("utf-8", "surrogatepass")
-        return cls(hashlib.blake2b(text, digest_size=16).digest(), bytes.fromhex(events.fingerprint()))
+        return cls(
+            hashlib.blake2b(text, digest_size=16).digest(), bytes.fromhex(events.fingerprint())
+        )
 
 
 class HistoryStore(Protocol):
@@ -119,15 +126,19 @@ class HistoryStore(Protocol):
             How many events are kept for the user now, or were when the key was first applied.
 
         Raises:
-            Unprocessable: the key was applied to other events, or their features take too many bytes.
+            Unprocessable: the key was applied to other events, or their features take too many
+                bytes.
         """
         ...
 
-    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+    async def write_many(
+        self, batch: Sequence[Write]
+    ) -> list[Written | StoreFailed | Unprocessable]:
         """Do many writes at once, those of one user in the given order; durable when it returns.
 
         Returns:
-            What each write did, or why it did nothing: a write that fails does nothing, and the others are done.
+            What each write did, or why it did nothing: a write that fails does nothing, and the
+            others are done.
 
         Raises:
             StoreFailed: no write was done, and none because of its own user.
@@ -139,14 +150,18 @@ class HistoryStore(Protocol):
         ...
 
     async def actions(self) -> tuple[str, ...]:
-        """The names of the actions whose numbers are kept; none = no event was written under a name yet."""
+        """The names of the actions whose numbers are kept.
+
+        None = no event was written under a name yet.
+        """
         ...
 
     async def name_actions(self, names: Sequence[str]) -> tuple[str, ...]:
         """Remember what the numbers of actions mean; durable when it returns.
 
         Args:
-            names: by number. They take the place of those that are remembered if they begin with them.
+            names: by number. They take the place of those that are remembered if they begin with
+                them.
 
         Returns:
             The names that are remembered then: other ones if `names` do not begin with them.
@@ -157,8 +172,8 @@ class HistoryStore(Protocol):
         """Forget the user, durably.
 
         Returns:
-            Whether no byte of the user is left in the store's files here. False: no call finds the user any more, and
-            the store overwrites what is left when it can.
+            Whether no byte of the user is left in the store's files here. False: no call finds the
+            user any more, and the store overwrites what is left when it can.
         """
         ...
 
@@ -182,10 +197,14 @@ def unpack(data: bytes) -> Events:
     return Events.make(records["item"], records["action"], records["timestamp"])
 
 
-def checked(results: Iterable[Written | StoreFailed | Unprocessable]) -> list[Written | StoreFailed | Unprocessable]:
+def checked(
+    results: Iterable[Written | StoreFailed | Unprocessable],
+) -> list[Written | StoreFailed | Unprocessable]:
     """Return the results of `write_many`, or raise what it raises."""
     made = list(results)
-    failures = [one for one in made if isinstance(one, StoreFailed) and one.fault is not StoreFault.CORRUPT]
+    failures = [
+        one for one in made if isinstance(one, StoreFailed) and one.fault is not StoreFault.CORRUPT
+    ]
     if failures and len(failures) == len(made):
         raise failures[0]
     return made
@@ -206,7 +225,8 @@ class Merged(NamedTuple):
     events: Events  # the newest `max_events` of both, oldest first
     num_added: int  # of them, that were not stored
     num_filled: int  # of the stored ones, that gained features
-    is_append: bool  # the added ones are the last of them, and the others are as they are in the store
+    # the added ones are the last of them, and the others are as they are in the store
+    is_append: bool
 
     @property
     def changes(self) -> bool:
@@ -217,15 +237,16 @@ class Merged(NamedTuple):
 def merge(stored: Events, events: Events, max_events: int) -> Merged:
     """Merge events into a stored history, in time order; of equal times what is stored comes first.
 
-    Events are the same by item, action and time; of those that are the same, there are as many as the fuller of
-    the two sides has. What the store lacks of the features of one that it has is filled in; a value that it has
-    stays. A second merge of the same events changes nothing, however long ago the first one was: nothing is
-    remembered for it.
+    Events are the same by item, action and time; of those that are the same, there are as many as
+    the fuller of the two sides has. What the store lacks of the features of one that it has is
+    filled in; a value that it has stays. A second merge of the same events changes nothing, however
+    long ago the first one was: nothing is remembered for it.
 
     Args:
         stored: what the store keeps of the user.
         events: what is to be in it, in any order.
-        max_events: that the store keeps of a user. What it has given up for newer ones does not come back.
+        max_events: that the store keeps of a user. What it has given up for newer ones does not
+            come back.
     """
     same = _places(stored, events)
     is_new = same < 0
@@ -236,14 +257,19 @@ def merge(stored: Events, events: Events, max_events: int) -> Merged:
     new = new.take(np.argsort(new.timestamps, kind="stable"))
     if not len(new) or not len(stored) or new.timestamps[0] >= stored.timestamps.max():
         added = new[-max_events:]
-        return Merged((stored + added)[-max_events:], len(added), num_filled, is_append=not num_filled)
+        return Merged(
+            (stored + added)[-max_events:], len(added), num_filled, is_append=not num_filled
+        )
     both = stored + new
     order = np.argsort(both.timestamps, kind="stable")[-max_events:]
     return Merged(both.take(order), int((order >= len(stored)).sum()), num_filled, is_append=False)
 
 
 def _places(stored: Events, events: Events) -> I64:
-    """Find each event among the stored ones: its place, or -1; the m-th of equal events is the m-th of these there."""
+    """Find each event among the stored ones: its place, or -1.
+
+    The m-th of equal events is the m-th of these there.
+    """
     places = np.full(len(events), -1, np.int64)
     if len(stored):
         known: defaultdict[bytes, deque[int]] = defaultdict(deque)

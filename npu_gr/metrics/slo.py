@@ -2,8 +2,8 @@
 
 Source: Google, The Site Reliability Workbook, chapters 2 and 5.
 
-The arithmetic reads no clock. `RecentAnswers` keeps the newest answers by tenant and by version for the status page, so
-no name is a metric's label.
+The arithmetic reads no clock. `RecentAnswers` keeps the newest answers by tenant and by version for
+the status page, so no name is a metric's label.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def is_promised(has_s: float, threshold_s: float) -> bool:
     return has_s >= LEAST_SHARE * threshold_s
 
 
-def evaluate(status: int, took_s: float, threshold_s: float, has_s: float = float("inf")) -> Result | None:
+def evaluate(
+    status: int, took_s: float, threshold_s: float, has_s: float = float("inf")
+) -> Result | None:
     """Count one request.
 
     Args:
@@ -68,8 +70,8 @@ def evaluate(status: int, took_s: float, threshold_s: float, has_s: float = floa
         has_s: what the caller grants, from its last byte on.
 
     Returns:
-        None where the caller is at fault (a 4xx other than 429, or a time that nothing is promised for): the objectives
-        do not count it.
+        None where the caller is at fault (a 4xx other than 429, or a time that nothing is promised
+        for): the objectives do not count it.
     """
     if status in (429, 504) and not is_promised(has_s, threshold_s):
         return None
@@ -220,7 +222,10 @@ class RecentAnswers:
         groups: dict[str, list[RecentAnswer]] = {}
         for answer in recent:
             groups.setdefault(name_of(answer), []).append(answer)
-        return {name: _share(answers, span_s) for name, answers in sorted(groups.items(), key=lambda one: -len(one[1]))}
+        return {
+            name: _share(answers, span_s)
+            for name, answers in sorted(groups.items(), key=lambda one: -len(one[1]))
+        }
 
 
 def _share(answers: list[RecentAnswer], span_s: float) -> Share:

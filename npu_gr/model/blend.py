@@ -7,31 +7,37 @@
     m      log of P(i | last events): the transitions of the last five events, the newest with weight 1, each older one
            with .6 of the next newer one's
     n      log(1 + 100 x the mean similarity of the item to those of the history), of its neighbours; where they are
-           summed, log(1 + 10 x the sum of these similarities); where they are linear, this sum itself
+           summed, log(1 + 10 x the sum of these similarities); where they are linear, this sum
+           itself
     pop    log of the item's share of the events, smoothed
     seen   1 if the item is in the history
 
-The weights are fitted by likelihood on validation. Of each item the most probable successors are kept; what
-probability they leave over is shared by all other items, in proportion to their popularity.
+The weights are fitted by likelihood on validation. Of each item the most probable successors are
+kept; what probability they leave over is shared by all other items, in proportion to their
+popularity.
 
-n has the logarithm because similarities are as skewed as counts, and the 100 because a pair of rare items that one user
-has together has a similarity of about .01. The mean, not the sum: a similarity says less the more items it may be of.
-Of the next items of Amazon Beauty's validation the likelihood rises by .061 nats an event with this n, by .050 without
-the division, by .014 without the 100, by .008 with the sum itself; 30 and 300 in the place of 100 give .053 and .062
-(of the last 20 events; of the last five .063).
+n has the logarithm because similarities are as skewed as counts, and the 100 because a pair of rare
+items that one user has together has a similarity of about .01. The mean, not the sum: a similarity
+says less the more items it may be of. Of the next items of Amazon Beauty's validation the
+likelihood rises by .061 nats an event with this n, by .050 without the division, by .014 without
+the 100, by .008 with the sum itself; 30 and 300 in the place of 100 give .053 and .062 (of the last
+20 events; of the last five .063).
 
-pop is a term of its own because m knows of it only what the last items leave over. Where an item has few events and
-their order says nothing, most of what can be known is in it.
+pop is a term of its own because m knows of it only what the last items leave over. Where an item
+has few events and their order says nothing, most of what can be known is in it.
 
-Of a new item, a row from `num_items` on, nothing was counted: its m, n and pop are the means of those that it stands
-among, which decide nothing. As part of a history it leads to what is popular, and has no neighbours.
+Of a new item, a row from `num_items` on, nothing was counted: its m, n and pop are the means of
+those that it stands among, which decide nothing. As part of a history it leads to what is popular,
+and has no neighbours.
 
-A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order. A file of format 1
-has no neighbours, and one without a weight of the popularity does not count it: its order is that of the other terms.
-One whose scale is 10 has neighbours that are summed, and one whose scale is 0 has linear ones.
+A file `order.safetensors` in the checkpoint's folder; a checkpoint without it has no fitted order.
+A file of format 1 has no neighbours, and one without a weight of the popularity does not count it:
+its order is that of the other terms. One whose scale is 10 has neighbours that are summed, and one
+whose scale is 0 has linear ones.
 
-`ScoreBlend` defines each term. `BlendSum` orders a request's candidates by the sum: by a kernel of the host where the device
-has one; without a kernel, or to compare, it computes the terms one after the other.
+`ScoreBlend` defines each term. `BlendSum` orders a request's candidates by the sum: by a kernel of
+the host where the device has one; without a kernel, or to compare, it computes the terms one after
+the other.
 """
 
 from __future__ import annotations
@@ -55,9 +61,12 @@ from npu_gr.core.errors import CheckpointError
 from npu_gr.model.item_similarity import I32, LAST_ITEMS, Neighbours, best_rows
 
 FILE = "order.safetensors"
-WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", "seen")  # a, b, c, f, p, e
+# a, b, c, f, p, e
+WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", "seen")
 MAX_SUCCESSORS = 100  # of an item
-DECAY = 0.6  # of an event's weight, with each newer event; and of a pair's count, with each event more between the two
+# of an event's weight, with each newer event; and of a pair's count, with each event more between
+# the two
+DECAY = 0.6
 LAST_EVENTS = 5  # of a history that are read, and most events that a counted pair is apart
 PRIOR = 10.0  # transitions that the popularity counts for
 SCALE = 100.0  # of a mean similarity
@@ -70,7 +79,8 @@ _NO_ROWS: I32 = np.empty(0, np.int32)
 _NOTES = "npu_gr.order"  # key of the file's metadata
 _WITHOUT_NEIGHBOURS = 1  # format
 _WITH_NEIGHBOURS = 2
-_TENSORS = {"successors": np.int32, "log_prob": np.float32, "popularity": np.float32}  # of every format
+# of every format
+_TENSORS = {"successors": np.int32, "log_prob": np.float32, "popularity": np.float32}
 _OF_NEIGHBOURS = {"neighbours": np.int32, "similarity": np.float32}  # besides, of format 2
 
 
@@ -82,7 +92,8 @@ class _Notes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prior: float = PRIOR
     last_events: int = LAST_EVENTS
     last_items: int | msgspec.UnsetType = msgspec.UNSET  # of format 2, and the next
-    scale: float | msgspec.UnsetType = msgspec.UNSET  # which says whether a mean or a sum is scaled, or none
+    # which says whether a mean or a sum is scaled, or none
+    scale: float | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,9 +109,11 @@ class ScoreBlend:
     log_prob: F32  # [I, S] log P(successor | item); -inf in the padding
     popularity: F32  # [I] log of each item's share of the events, smoothed: finite
     neighbours: Neighbours | None = None  # None = none were counted: n is 0
-    # [I + 1] each item's factor of the popularity of what is no kept successor of it; the last one is that of new items
+    # [I + 1] each item's factor of the popularity of what is no kept successor of it; the last one
+    # is that of new items
     rest: F32 = field(init=False, repr=False)
-    shares: F32 = field(init=False, repr=False)  # [I + 1] popularity; the last one is that of new items
+    # [I + 1] popularity; the last one is that of new items
+    shares: F32 = field(init=False, repr=False)
     _popular: I64 = field(init=False, repr=False)  # rows of the most popular items, best first
 
     def __post_init__(self) -> None:
@@ -110,26 +123,41 @@ class ScoreBlend:
             ValueError: they are no fitted order; the message names the field.
         """
         if set(self.weights) != set(WEIGHTS) or not all(map(math.isfinite, self.weights.values())):
-            raise ValueError(f"weights: needs finite {', '.join(WEIGHTS)}, got {dict(self.weights)}")
+            raise ValueError(
+                f"weights: needs finite {', '.join(WEIGHTS)}, got {dict(self.weights)}"
+            )
         num_items = len(self.popularity)
         if self.popularity.ndim != 1 or not num_items or not np.isfinite(self.popularity).all():
             raise ValueError("popularity: needs one finite number an item")
         shape = self.successors.shape
         if shape != self.log_prob.shape or len(shape) != 2 or len(self.successors) != num_items:
             raise ValueError(
-                f"successors and log_prob: need {num_items} equal rows, got {shape}, {self.log_prob.shape}"
+                f"successors and log_prob: need {num_items} equal rows, got {shape}, "
+                f"{self.log_prob.shape}"
             )
         is_known = self.successors >= 0
         rises = (np.diff(self.successors, axis=1) > 0) | ~is_known[:, :-1]
         if (self.successors < -1).any() or (self.successors >= num_items).any() or not rises.all():
-            raise ValueError(f"successors: need ascending item rows below {num_items}, -1 before them")
-        if np.isnan(self.log_prob).any() or (self.log_prob > 0).any() or not np.isfinite(self.log_prob[is_known]).all():
+            raise ValueError(
+                f"successors: need ascending item rows below {num_items}, -1 before them"
+            )
+        if (
+            np.isnan(self.log_prob).any()
+            or (self.log_prob > 0).any()
+            or not np.isfinite(self.log_prob[is_known]).all()
+        ):
             raise ValueError("log_prob: needs logs of probabilities")
         if self.neighbours is not None and len(self.neighbours.items) != num_items:
-            raise ValueError(f"neighbours: needs {num_items} rows, got {len(self.neighbours.items)}")
+            raise ValueError(
+                f"neighbours: needs {num_items} rows, got {len(self.neighbours.items)}"
+            )
         share = np.exp(self.popularity.astype(np.float64))
-        object.__setattr__(self, "rest", np.append(self._factors(share), np.float32(1 / share.sum())))
-        object.__setattr__(self, "shares", np.append(self.popularity, np.float32(np.log(share.mean()))))
+        object.__setattr__(
+            self, "rest", np.append(self._factors(share), np.float32(1 / share.sum()))
+        )
+        object.__setattr__(
+            self, "shares", np.append(self.popularity, np.float32(np.log(share.mean())))
+        )
         popular = np.argsort(-self.popularity, kind="stable")[:MAX_POPULAR]
         object.__setattr__(self, "_popular", popular)
 
@@ -161,11 +189,13 @@ class ScoreBlend:
         """Compute m: the log of the probability that each candidate follows.
 
         Args:
-            history: int64 [n] item rows, oldest first; the last `LAST_EVENTS` count, and more may be given.
+            history: int64 [n] item rows, oldest first; the last `LAST_EVENTS` count, and more may
+                be given.
             candidates: int64 [c] item rows; new ones too, as in the history.
 
         Returns:
-            float32 [c]; of an empty history the popularity. Among new items alone, that of a mean item.
+            float32 [c]; of an empty history the popularity. Among new items alone, that of a mean
+            item.
         """
         log_share = self._log_share(candidates)
         if not len(history):
@@ -189,12 +219,13 @@ class ScoreBlend:
         """Compute n: how much each candidate has in common with the history.
 
         Args:
-            history: int64 [n] item rows, oldest first; those that the neighbours read count, and more may be given.
+            history: int64 [n] item rows, oldest first; those that the neighbours read count, and
+                more may be given.
             candidates: int64 [c] item rows; new ones too, as in the history.
 
         Returns:
-            float32 [c], finite, 0 or more, of linear ones also below it; without neighbours, and of a history that has
-            none, 0.
+            float32 [c], finite, 0 or more, of linear ones also below it; without neighbours, and of
+            a history that has none, 0.
         """
         if self.neighbours is None:
             return np.zeros(len(candidates), np.float32)
@@ -204,7 +235,10 @@ class ScoreBlend:
         return self._neutral(alike.astype(np.float32), candidates)
 
     def popular(self, candidates: I64) -> F32:
-        """Look up pop, int64 [c] item rows -> float32 [c]; of new items that of a mean one, or of those among them."""
+        """Look up pop, int64 [c] item rows -> float32 [c].
+
+        Of new items that of a mean one, or of those among them.
+        """
         return self._neutral(self._log_share(candidates), candidates)
 
     def _log_share(self, candidates: I64) -> F32:
@@ -221,15 +255,16 @@ class ScoreBlend:
     def top(self, history: I64, k: int) -> I64:
         """Retrieve what most probably follows the last events: of their kept successors, and of what is popular.
 
-        What is no kept successor follows in proportion to its popularity, so the most popular k are all that can be
-        among the best of these.
+        What is no kept successor follows in proportion to its popularity, so the most popular k are
+        all that can be among the best of these.
 
         Args:
             history: as of `transitions`.
             k: most items.
 
         Returns:
-            int64 [<= k] item rows, best first, of equals the lower row; fewer only where `MAX_POPULAR` is less than k.
+            int64 [<= k] item rows, best first, of equals the lower row; fewer only where
+            `MAX_POPULAR` is less than k.
         """
         recent = history[-LAST_EVENTS:]
         kept = self.successors[recent[recent < self.num_items]].ravel()
@@ -240,8 +275,8 @@ class ScoreBlend:
     def nearest(self, history: I64, k: int) -> I64:
         """Retrieve what has most in common with the history; nothing without neighbours.
 
-        Linear neighbours are counted together with the popularity, by the order's weights: so what is best by these two
-        terms of all items is found, even if it has nothing in common.
+        Linear neighbours are counted together with the popularity, by the order's weights: so what
+        is best by these two terms of all items is found, even if it has nothing in common.
 
         Args:
             history: as of `alike`.
@@ -272,7 +307,15 @@ class ScoreBlend:
         scores[: len(alike)] += self.weights["neighbours"] * sums
         return best_rows(found, scores, k)
 
-    def scores(self, retrieval: F32, click: F32, transitions: F32, neighbours: F32, popularity: F32, seen: F32) -> F32:
+    def scores(
+        self,
+        retrieval: F32,
+        click: F32,
+        transitions: F32,
+        neighbours: F32,
+        popularity: F32,
+        seen: F32,
+    ) -> F32:
         """Sum the terms of each candidate, float32 [c] each, by the weights: float32 [c]."""
         a, b, c, f, p, e = (np.float32(self.weights[name]) for name in WEIGHTS)
         total: F32 = a * retrieval + b * click + c * transitions + e * seen
@@ -291,7 +334,9 @@ def save_blend(order: ScoreBlend, folder: Path) -> None:
     tensors = {name: getattr(order, name) for name in _TENSORS}
     if order.neighbours is not None:
         last_items = order.neighbours.last_items
-        notes = msgspec.structs.replace(notes, format=_WITH_NEIGHBOURS, last_items=last_items, scale=order.scale)
+        notes = msgspec.structs.replace(
+            notes, format=_WITH_NEIGHBOURS, last_items=last_items, scale=order.scale
+        )
         tensors |= {"neighbours": order.neighbours.items, "similarity": order.neighbours.similarity}
     else:  # as an older version writes and reads it
         del notes.weights["neighbours"]
@@ -347,7 +392,9 @@ def _of_this_version(notes: _Notes) -> _Notes:
         return found
     last_items = LAST_ITEMS if notes.last_items is msgspec.UNSET else notes.last_items
     scale = notes.scale if notes.scale in (SUM_SCALE, LINEAR) else SCALE
-    return msgspec.structs.replace(found, format=_WITH_NEIGHBOURS, last_items=last_items, scale=scale)
+    return msgspec.structs.replace(
+        found, format=_WITH_NEIGHBOURS, last_items=last_items, scale=scale
+    )
 
 
 class BlendSum:
@@ -362,9 +409,12 @@ class BlendSum:
         """
         self.order = order
         self._kernel = None if backend is None else backend.blend_sums(_tables(order))
-        self._num_liked = 0 if order.neighbours is None else order.neighbours.last_items  # events, at most
+        # events, at most
+        self._num_liked = 0 if order.neighbours is None else order.neighbours.last_items
 
-    def __call__(self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None) -> F32:
+    def __call__(
+        self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None
+    ) -> F32:
         """Sum the terms of each candidate: float32 [c].
 
         Args:
@@ -378,7 +428,9 @@ class BlendSum:
             return self._defined(history, candidates, retrieval, click, seen)
         recent = history[-max(LAST_EVENTS, self._num_liked) :]
         num_followed, num_liked = min(len(recent), LAST_EVENTS), min(len(recent), self._num_liked)
-        return self._kernel(BlendCall(recent, num_followed, num_liked, candidates, retrieval, click, seen))
+        return self._kernel(
+            BlendCall(recent, num_followed, num_liked, candidates, retrieval, click, seen)
+        )
 
     def nearest(self, history: I64, k: int) -> I64:
         """Retrieve as `ScoreBlend.nearest` does: by sums of all items from the kernel, where the pairs are not few."""
@@ -389,7 +441,9 @@ class BlendSum:
         alike = np.flatnonzero(sums)
         return self.order.best_alike(alike, sums[alike], k)
 
-    def _defined(self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None) -> F32:
+    def _defined(
+        self, history: I64, candidates: I64, retrieval: F32 | None, click: F32, seen: F32 | None
+    ) -> F32:
         nothing = np.zeros(len(candidates), np.float32)
         return self.order.scores(
             nothing if retrieval is None else retrieval,
@@ -404,7 +458,9 @@ class BlendSum:
 def _tables(order: ScoreBlend) -> BlendTables:
     neighbours = order.neighbours
     none = order.num_items, 0
-    retrieval, click, transitions, alike, popularity, seen = (order.weights[name] for name in WEIGHTS)
+    retrieval, click, transitions, alike, popularity, seen = (
+        order.weights[name] for name in WEIGHTS
+    )
     return BlendTables(
         order.successors,
         order.log_prob,

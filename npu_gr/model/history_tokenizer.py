@@ -2,19 +2,21 @@
 
 `ItemVocabulary` maps external item ids to the rows of the model's item table and back.
 
-The length rule: at most `max_tokens` of the newest events remain, and the window starts at an event whose index in the
-user's whole history is a multiple of `cut_step_tokens`. With max_tokens 4 and cut_step_tokens 2:
+The length rule: at most `max_tokens` of the newest events remain, and the window starts at an event
+whose index in the user's whole history is a multiple of `cut_step_tokens`. With max_tokens 4 and
+cut_step_tokens 2:
 
     events 0 1 2 3              start 0
     events 0 1 2 3 4            start 2: 0 and 1 are cut
     events 0 1 2 3 4 5          start 2
     events 0 1 2 3 4 5 6        start 4
 
-Where a behaviour is two tokens, its item and then its action, the rule holds for behaviours of two tokens each, and
-everything that counts behind this module counts tokens.
+Where a behaviour is two tokens, its item and then its action, the rule holds for behaviours of two
+tokens each, and everything that counts behind this module counts tokens.
 
-Dropping the oldest token at every new event would change every score and make every cached prefix useless (rule E9 of
-docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps both.
+Dropping the oldest token at every new event would change every score and make every cached prefix
+useless (rule E9 of docs/exactness.md); a start that moves only every `cut_step_tokens` events keeps
+both.
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ _DIRECT = 8  # slots that a direct table may have for each item; sparser ids use
 
 
 class ItemVocabulary:
-    """The items that the model knows: those that it was trained with, and new ones. Never changed in place.
+    """The items that the model knows: those that it was trained with, and new ones.
 
-    Nearly dense ids (from the smallest to the largest there are at most about `_DIRECT` times as many as items) use one
-    table look-up, others a binary search: 16 k ids take tens of microseconds with the table, about a millisecond among
-    ten million sparse ids.
+    Never changed in place.
+
+    Nearly dense ids (from the smallest to the largest there are at most about `_DIRECT` times as
+    many as items) use one table look-up, others a binary search: 16 k ids take tens of microseconds
+    with the table, about a millisecond among ten million sparse ids.
     """
 
     def __init__(self, ids: I64) -> None:
@@ -56,7 +60,8 @@ class ItemVocabulary:
         self._found = np.append(self._sorted, UNKNOWN)
         self._table: I64 | None = None
         if len(ids) and int(self._sorted[-1] - self._sorted[0]) < _DIRECT * len(ids) + 1024:
-            # one slot an id from the smallest to the largest, and one at each end that ids beyond them look up
+            # one slot an id from the smallest to the largest, and one at each end that ids beyond
+            # them look up
             self._before = int(self._sorted[0]) - 1  # id of the first slot
             self._table = np.full(int(self._sorted[-1]) - self._before + 2, UNKNOWN, np.int64)
             self._table[ids - self._before] = np.arange(len(ids))
@@ -69,15 +74,19 @@ class ItemVocabulary:
         return len(self.ids) + len(self.new_ids)
 
     def with_new(self, ids: I64) -> ItemVocabulary:
-        """Return this vocabulary with new items on the rows behind its last one; the tables of trained ids are shared.
+        """Return this vocabulary with new items on the rows behind its last one.
+
+        The tables of trained ids are shared.
 
         Args:
-            ids: int64 [n], none of a trained item, each once. One that is new already moves to its later row.
+            ids: int64 [n], none of a trained item, each once. One that is new already moves to its
+                later row.
         """
         made = copy.copy(self)
         made.new_ids = np.concatenate([self.new_ids, ids])
         newest_first = made.new_ids[::-1]
-        made._new_sorted, place = np.unique(newest_first, return_index=True)  # the first of equals is the newest row
+        # the first of equals is the newest row
+        made._new_sorted, place = np.unique(newest_first, return_index=True)
         made._new_rows = len(made) - 1 - place
         return made
 
@@ -113,17 +122,23 @@ NO_NEW_ROW = 1 << 62  # beyond every row
 
 
 class Tokens(msgspec.Struct, frozen=True, eq=False):
-    """The model's input for one user. e = events; n = tokens: the user's, where the model has any, then the events'."""
+    """The model's input for one user. e = events.
+
+    N = tokens: the user's, where the model has any, then the events'.
+    """
 
     events: Events  # [e] with external item ids; the action of an item's own token is -1
     rows: I64  # [e] row of each item in the model
     report: HistoryReport
-    user: Encoded | None = None  # [1] the user's features; None = none of these tokens is the user's
+    # [1] the user's features; None = none of these tokens is the user's
+    user: Encoded | None = None
     features: Encoded | None = None  # [e] of the events; None = the model has none
-    first_new_row: int = NO_NEW_ROW  # rows from this one on are of items that the model was not trained with
+    # rows from this one on are of items that the model was not trained with
+    first_new_row: int = NO_NEW_ROW
     user_tokens: int = 1  # that the user's features are; they are never parted
     plain: str = ""  # `Events.fingerprint` of all of them without features, where it is known
-    _fingerprints: dict[int, str] = field(default_factory=dict)  # of the tokens alone; `report` names what was sent
+    # of the tokens alone; `report` names what was sent
+    _fingerprints: dict[int, str] = field(default_factory=dict)
 
     @property
     def num_user(self) -> int:
@@ -139,7 +154,10 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
         return len(self.rows) + (0 if self.user is None else self.user_tokens)
 
     def __getitem__(self, part: slice) -> Tokens:
-        """Return some of the tokens; of the user's all or none. The report stays that of the whole history."""
+        """Return some of the tokens; of the user's all or none.
+
+        The report stays that of the whole history.
+        """
         start, stop, _ = part.indices(len(self))
         own = slice(max(start - self.num_user, 0), max(stop - self.num_user, 0))
         user = self.user if start == 0 < stop else None
@@ -152,7 +170,9 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
     def _of(self, own: slice, user: Encoded | None) -> Tokens:
         features = _some(self.features, own)
         new = self.first_new_row
-        return Tokens(self.events[own], self.rows[own], self.report, user, features, new, self.user_tokens)
+        return Tokens(
+            self.events[own], self.rows[own], self.report, user, features, new, self.user_tokens
+        )
 
     @property
     def timestamps(self) -> I64:
@@ -160,12 +180,15 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
         times = self.events.timestamps
         if not self.num_user:
             return times
-        return np.concatenate((np.full(self.num_user, times[0] if len(times) else 0, np.int64), times))
+        return np.concatenate(
+            (np.full(self.num_user, times[0] if len(times) else 0, np.int64), times)
+        )
 
     def fingerprint(self, num_tokens: int) -> str:
         """Fingerprint the first `num_tokens` tokens; each length is computed once.
 
-        The rows of new items belong to it: one that is withdrawn and added again, with other features, has another row.
+        The rows of new items belong to it: one that is withdrawn and added again, with other
+        features, has another row.
         """
         known = self._fingerprints.get(num_tokens)
         if known is None:
@@ -178,7 +201,9 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
         plain = self.plain if num_events == len(self.events) else ""
         if not plain:
             events = self.events[:num_events]
-            plain = (replace(events, features=NO_COLUMNS) if events.features else events).fingerprint()
+            plain = (
+                replace(events, features=NO_COLUMNS) if events.features else events
+            ).fingerprint()
         rows = self.rows[:num_events]
         if self.first_new_row != NO_NEW_ROW and len(new := rows[rows >= self.first_new_row]):
             plain = xxhash.xxh3_128_hexdigest(plain.encode() + new.tobytes())
@@ -202,10 +227,12 @@ def window_start(first_index: int, num_events: int, max_tokens: int, step: int) 
         first_index: index of the first given event in the user's whole history.
         num_events: number of given events.
         max_tokens: most events that may remain.
-        step: once anything is cut, the index of the first remaining event in the whole history is a multiple of this.
+        step: once anything is cut, the index of the first remaining event in the whole history is a
+            multiple of this.
 
     Returns:
-        0 .. num_events: all of them if no multiple of `step` lies within the newest `max_tokens` events.
+        0 .. num_events: all of them if no multiple of `step` lies within the newest `max_tokens`
+        events.
     """
     if num_events <= max_tokens and first_index == 0:
         return 0
@@ -238,7 +265,8 @@ def tokenize(
         max_tokens: longest history that the model reads.
         cut_step_tokens: the window's start moves in steps of this many events.
         reject_unknown: raise for an unknown item; False: drop it.
-        first_index: index of the first event in the user's whole history, of which a caller may send the end alone.
+        first_index: index of the first event in the user's whole history, of which a caller may
+            send the end alone.
         name: fingerprint of the history, for the report.
         plain: `Events.fingerprint` of the events without features, where it is known.
         tokens_per_event: 2 = a token of the item, then one of the action.
@@ -246,13 +274,16 @@ def tokenize(
         user_features: values of those of the user.
 
     Raises:
-        Unprocessable: an action the model does not know, an unknown item with `reject_unknown`, or a feature of the
-            user that is none of the model's or does not fit.
+        Unprocessable: an action the model does not know, an unknown item with `reject_unknown`, or
+            a feature of the user that is none of the model's or does not fit.
     """
-    if len(events) and largest(events.actions.view(np.uint16)) >= num_actions:  # unsigned, a negative one is large
+    # unsigned, a negative one is large
+    if len(events) and largest(events.actions.view(np.uint16)) >= num_actions:
         least = smallest(events.actions)
         worst = least if least < 0 else largest(events.actions)
-        raise Unprocessable(f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}")
+        raise Unprocessable(
+            f"history.actions: {worst} is no index of an action, they are 0..{num_actions - 1}"
+        )
     given = events
     step = -(-cut_step_tokens // tokens_per_event)
     cut = window_start(first_index, len(events), max_tokens // tokens_per_event, step)
@@ -264,13 +295,17 @@ def tokenize(
         known = rows != UNKNOWN
         unknown = len(rows) - int(np.count_nonzero(known))
         if reject_unknown:
-            raise Unprocessable(f"history.items: {unknown} unknown, the first is {int(events.items[~known][0])}")
+            raise Unprocessable(
+                f"history.items: {unknown} unknown, the first is {int(events.items[~known][0])}"
+            )
         events = events.take(known)
         rows = rows[known]
     if tokens_per_event == 2:
         actions = np.repeat(events.actions, 2)
         actions[::2] = -1
-        events = Events(np.repeat(events.items, 2), actions, np.repeat(events.timestamps, 2), events.origin)
+        events = Events(
+            np.repeat(events.items, 2), actions, np.repeat(events.timestamps, 2), events.origin
+        )
         rows = np.repeat(rows, 2)
     user = of_events = None
     missing: tuple[str, ...] = ()

@@ -2,8 +2,8 @@
 
     mean(i) = mean over the distinct items j of the last n events of similarity(j, i)
 
-Of each item the most similar ones are kept; any other has a similarity of 0. What similarities are, and n, the training
-chooses for each log: see `train/rank/neighbours.py`.
+Of each item the most similar ones are kept; any other has a similarity of 0. What similarities are,
+and n, the training chooses for each log: see `train/rank/neighbours.py`.
 
 Source: ItemKNN (Deshpande and Karypis, TOIS 2004), EASE (Steck, WWW 2019).
 """
@@ -42,11 +42,15 @@ class Neighbours:
         """
         shape = self.items.shape
         if shape != self.similarity.shape or len(shape) != 2:
-            raise ValueError(f"neighbours and similarity: need equal rows, got {shape}, {self.similarity.shape}")
+            raise ValueError(
+                f"neighbours and similarity: need equal rows, got {shape}, {self.similarity.shape}"
+            )
         is_known = self.items >= 0
         rises = (np.diff(self.items, axis=1) > 0) | ~is_known[:, :-1]
         if (self.items < -1).any() or (self.items >= len(self.items)).any() or not rises.all():
-            raise ValueError(f"neighbours: need ascending item rows below {len(self.items)}, -1 before them")
+            raise ValueError(
+                f"neighbours: need ascending item rows below {len(self.items)}, -1 before them"
+            )
         if self.last_items < 1:
             raise ValueError(f"last_items: needs at least 1, got {self.last_items}")
         if self.is_linear and not self.is_summed:
@@ -57,7 +61,10 @@ class Neighbours:
             raise ValueError(f"similarity: needs finite numbers {least}, and 0 in the padding")
 
     def means(self, history: I64, candidates: I64) -> npt.NDArray[np.float64]:
-        """Compute what each candidate has in common with an item of the history, on average; as `sums`."""
+        """Compute what each candidate has in common with an item of the history, on average.
+
+        As `sums`.
+        """
         sums, num_rows = self._looked_up(history, candidates)
         return sums / max(1, num_rows)
 
@@ -65,8 +72,8 @@ class Neighbours:
         """Compute what each candidate has in common with all items of the history together.
 
         Args:
-            history: int64 [n] item rows, oldest first; the last `last_items` count, each item once, and new ones are
-                left out.
+            history: int64 [n] item rows, oldest first; the last `last_items` count, each item once,
+                and new ones are left out.
             candidates: int64 [c] item rows; new ones have 0.
 
         Returns:
@@ -92,7 +99,8 @@ class Neighbours:
             k: most items.
 
         Returns:
-            int64 [<= k] item rows, best first, of equals the lower row; only kept neighbours, so there may be few.
+            int64 [<= k] item rows, best first, of equals the lower row; only kept neighbours, so
+            there may be few.
         """
         found, sums, _ = self.found(history)
         return best_rows(found, sums, k)
@@ -106,7 +114,8 @@ class Neighbours:
         """Sum up the similarities to a history's distinct items, as of `sums`.
 
         Returns:
-            int64 [n] their neighbours, ascending; float64 [n] the sums; and how many items the sums are over.
+            int64 [n] their neighbours, ascending; float64 [n] the sums; and how many items the sums
+            are over.
         """
         recent = history[-self.last_items :]
         rows = np.unique(recent[recent < len(self.items)])

@@ -7,8 +7,9 @@
     in DRAM, and a copy is faster       reloads it and waits       ReloadCopy        dram_hit | miss_full reload_*
     nowhere                             computes everything        ComputeAll        miss_full | degraded
 
-Of several prefixes in one place the longest usable one counts. A prefix is usable if it is the beginning
-of the history: same user, model version and layout, and the same fingerprint of that many tokens.
+Of several prefixes in one place the longest usable one counts. A prefix is usable if it is the
+beginning of the history: same user, model version and layout, and the same fingerprint of that many
+tokens.
 
     Inventory     what exists                RankTime   what the rank has time for
     choose        what to use of it (pure)   LastSignals   why there is nothing
@@ -36,7 +37,14 @@ from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings, RelayConfig
 from npu_gr.relay.encoder import DeviceEstimates, Encoder, P, Prefix
-from npu_gr.relay.prefill_manager import Adoption, PrefillJob, PrefillKind, PrefillManager, PrefixFiller, ProducerTable
+from npu_gr.relay.prefill_manager import (
+    Adoption,
+    PrefillJob,
+    PrefillKind,
+    PrefillManager,
+    PrefillTable,
+    PrefixFiller,
+)
 from npu_gr.relay.trigger import reload_pays
 
 E = TypeVar("E", bound=TierEntry)
@@ -87,7 +95,10 @@ class Existing(NamedTuple):
 
 def is_usable(entry: TierEntry, tokens: Prefix) -> bool:
     """Return whether an entry holds the beginning of a history, given that user, version and layout agree."""
-    return 0 < entry.num_tokens <= len(tokens) and tokens.fingerprint(entry.num_tokens) == entry.key.fingerprint
+    return (
+        0 < entry.num_tokens <= len(tokens)
+        and tokens.fingerprint(entry.num_tokens) == entry.key.fingerprint
+    )
 
 
 def longest(entries: Iterable[E], tokens: Prefix) -> E | None:
@@ -100,8 +111,13 @@ def longest(entries: Iterable[E], tokens: Prefix) -> E | None:
 
 
 def longest_producer(producers: Iterable[PrefillJob], tokens: Prefix) -> PrefillJob | None:
-    """Return the producer of the longest usable prefix. A producer whose user was erased will publish nothing."""
-    usable = (each for each in producers if not each.entry.is_erased and is_usable(each.entry, tokens))
+    """Return the producer of the longest usable prefix.
+
+    A producer whose user was erased will publish nothing.
+    """
+    usable = (
+        each for each in producers if not each.entry.is_erased and is_usable(each.entry, tokens)
+    )
     return max(usable, key=lambda each: each.entry.num_tokens, default=None)
 
 
@@ -158,7 +174,9 @@ class RankTime(msgspec.Struct, frozen=True):
         """
         left_s = self.deadline_at - self.clock()
         # Kept back: the pass that does without the prefix, what follows it, and waking up late.
-        without_s = self.engine.cost.full_s(self.num_tokens, self.num_candidates) + 2 * self.config.margin_s
+        without_s = (
+            self.engine.cost.full_s(self.num_tokens, self.num_candidates) + 2 * self.config.margin_s
+        )
         return max(left_s - (without_s if left_s > without_s else self.config.margin_s), 0.0)
 
     @property
@@ -200,7 +218,8 @@ class _Signal(NamedTuple):
 class LastSignals:
     """Explains a miss, and times a prefix from its signal to the end of its rank.
 
-    It has the last signal of up to `max_remembered` users; the user whose signal is oldest is forgotten first.
+    It has the last signal of up to `max_remembered` users; the user whose signal is oldest is
+    forgotten first.
     """
 
     def __init__(self, settings: LiveSettings) -> None:
@@ -247,7 +266,7 @@ class Inventory(Generic[P]):
         engine: Encoder[P],
         tiers: Tiers,
         filler: PrefixFiller[P],
-        producers: ProducerTable,
+        producers: PrefillTable,
         signals: LastSignals,
         model_version: str,
     ) -> None:
@@ -366,9 +385,15 @@ class PrefixFinder(Generic[P]):
         self._clock = clock
 
     async def find(
-        self, user: UserKey, tokens: P, time: RankTime, while_waiting: Callable[[], AbstractContextManager[None]]
+        self,
+        user: UserKey,
+        tokens: P,
+        time: RankTime,
+        while_waiting: Callable[[], AbstractContextManager[None]],
     ) -> FoundPrefix:
-        """Get the best prefix of a history; never fails, and never takes longer than the rank can wait.
+        """Get the best prefix of a history.
+
+        Never fails, and never takes longer than the rank can wait.
 
         Args:
             user: whose history.

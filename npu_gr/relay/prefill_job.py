@@ -1,10 +1,10 @@
 """Decides whether to produce a prefix, and starts it: after a signal, or in a rank's pass that encodes it anyway.
 
 Pre-infers and reloads at work are shared by the tenants (`core.shares`). Where all of
-`trigger.max_inflight` are at work, a tenant with fewer than its share may still start one: the youngest
-prefill of a tenant with more than its share gives way. The device takes the prefills of several tenants
-in turn, each as if the tenant had its share of the device for itself; those of one tenant run in the
-order in which they came.
+`trigger.max_inflight` are at work, a tenant with fewer than its share may still start one: the
+youngest prefill of a tenant with more than its share gives way. The device takes the prefills of
+several tenants in turn, each as if the tenant had its share of the device for itself; those of one
+tenant run in the order in which they came.
 
 Source: start-time fair queueing (Goyal, Vin, Cheng 1996), as in admission.
 """
@@ -22,7 +22,7 @@ from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import Inventory
-from npu_gr.relay.prefill_manager import Adoption, PrefillJob, PrefillManager, ProducerTable
+from npu_gr.relay.prefill_manager import Adoption, PrefillJob, PrefillManager, PrefillTable
 from npu_gr.relay.trigger import AtShare, Forecast, Headroom, RelayMeasurements, decide
 
 
@@ -36,7 +36,9 @@ class TenantSlots(NamedTuple):
     ratio: float  # its share, as a part of 1
 
     @classmethod
-    def now(cls, pool: PrefixPool, producers: ProducerTable, max_inflight: int, tenant: str) -> TenantSlots:
+    def now(
+        cls, pool: PrefixPool, producers: PrefillTable, max_inflight: int, tenant: str
+    ) -> TenantSlots:
         """Look at the producers.
 
         Args:
@@ -51,7 +53,9 @@ class TenantSlots(NamedTuple):
         used = producers.in_flight()
         if used < max_inflight or len(ratios) == 1:
             return cls(used, False, None, own, ratios[account])
-        slots = {each: max(1, int(max_inflight * ratios.get(each, 0.0))) for each in pool.shares.accounts}
+        slots = {
+            each: max(1, int(max_inflight * ratios.get(each, 0.0))) for each in pool.shares.accounts
+        }
         if len(own) >= slots[account]:
             return cls(used, True, None, own, ratios[account])
         gives_way = producers.youngest_over(slots.items())
@@ -131,9 +135,13 @@ class Production(Generic[P]):
             self._pool.renew(base)
             return Verdict.ALREADY_RESIDENT  # the rank computes the few new tokens itself
         forecast = self._forecast(len(tokens), cached, num_candidates)
-        slots = TenantSlots.now(self._pool, self._producers.table, trigger.max_inflight, user.tenant)
+        slots = TenantSlots.now(
+            self._pool, self._producers.table, trigger.max_inflight, user.tenant
+        )
         headroom = self._headroom(tokens, user, slots)
-        verdict = decide(len(tokens), forecast, headroom, trigger, self._measured.rates, user.tenant)
+        verdict = decide(
+            len(tokens), forecast, headroom, trigger, self._measured.rates, user.tenant
+        )
         if verdict is not Verdict.PREINFER:
             return verdict
         # when the device has nothing better to do, until its rank waits
@@ -146,7 +154,9 @@ class Production(Generic[P]):
                 self._producers.reload(copy, order, t_life_s, now_at + t_life_s, is_signalled=True)
                 started = Verdict.RELOAD
             else:
-                started = self._producers.compute(key, tokens, order, base, now_at + self._useful_s(len(tokens)))
+                started = self._producers.compute(
+                    key, tokens, order, base, now_at + self._useful_s(len(tokens))
+                )
         except ResourceError:
             return Verdict.SKIP_FOOTPRINT
         if slots.gives_way is not None:
@@ -172,7 +182,10 @@ class Production(Generic[P]):
             return None
 
     def _useful_s(self, num_tokens: int) -> float:
-        """Seconds after which the rank of a prefill has come and gone; a prefill that waits longer is dropped."""
+        """Seconds after which the rank of a prefill has come and gone.
+
+        A prefill that waits longer is dropped.
+        """
         useful_s = 2 * (self._measured.t_life_p99_s.value + self._engine.cost.full_s(num_tokens, 0))
         return min(self._settings.relay.t_life_s, useful_s)
 
@@ -190,5 +203,7 @@ class Production(Generic[P]):
             inflight=slots.used,
             available_bytes=room.num_pages * self._pool.arena.layout.page_bytes,
             needed_bytes=needed_bytes,
-            at_share=AtShare(slots.is_at_share, room.is_at_share, rates is not None and rates.is_shared()),
+            at_share=AtShare(
+                slots.is_at_share, room.is_at_share, rates is not None and rates.is_shared()
+            ),
         )

@@ -1,18 +1,19 @@
-"""The producers of one relay: at most one for each prefix key. They fill HBM entries in the background.
+"""The producers of one relay: at most one for each prefix key.
+
+They fill HBM entries in the background.
 
     RUNNING ---adopt---> STOPPING ---its task has stopped---> ADOPTED ---release---> ENDED, or RUNNING again
        |                    |                                                          if others still wait for it
        |                    +--the adopter goes away--> DESERTED --its task has stopped--> ENDED, or RUNNING again
        +--published, failed, erased--> ENDED
 
-A rank that needs the prefix meanwhile joins its producer. The first such rank adopts a prefill instead:
-the prefill stops after the chunk that runs, and the rank encodes the rest in its own pass. That costs
-less than the rest of the prefill and then a rank, and never more than a full inference.
+A rank that needs the prefix meanwhile joins its producer. The first such rank adopts a prefill
+instead: the prefill stops after the chunk that runs, and the rank encodes the rest in its own pass.
+That costs less than the rest of the prefill and then a rank, and never more than a full inference.
 
 Source: RelayGR (arXiv:2601.01712), memory-aware expander. `docs/relay.md` draws all states with the
-events that move a producer.
-Invariant: however a producer ends, nothing that it reserved, leased or counted stays behind. Held by
-tests/relay/test_prefill_manager.py.
+events that move a producer. Invariant: however a producer ends, nothing that it reserved, leased or
+counted stays behind. Held by tests/relay/test_prefill_manager.py.
 """
 
 from __future__ import annotations
@@ -46,11 +47,15 @@ class PrefillKind(StrEnum):
 
 
 class PrefillState(Enum):
-    """Who fills the entry now. In every state but ENDED the entry is reserved, and ranks may join."""
+    """Who fills the entry now.
+
+    In every state but ENDED the entry is reserved, and ranks may join.
+    """
 
     RUNNING = auto()  # its task does
     STOPPING = auto()  # its task, which a rank waits for to end with the chunk that runs
-    DESERTED = auto()  # its task, which ends with the chunk that runs; the rank that wanted that has gone
+    # its task, which ends with the chunk that runs; the rank that wanted that has gone
+    DESERTED = auto()
     ADOPTED = auto()  # the pass of a rank; there is no task
     ENDED = auto()  # nobody: the entry was published, or never will be
 
@@ -61,7 +66,8 @@ class PrefillJob:
 
     entry: PrefixEntry
     kind: PrefillKind
-    fill: Callable[[PrefillJob], Coroutine[Any, Any, None]]  # fills and publishes the entry, unless it is stopped before
+    # fills and publishes the entry, unless it is stopped before
+    fill: Callable[[PrefillJob], Coroutine[Any, Any, None]]
     order: JobOrder  # of its work in the device queue
     state: PrefillState = PrefillState.RUNNING
     task: asyncio.Task[None] | None = None  # None = no task has run: it began with a rank
@@ -69,7 +75,8 @@ class PrefillJob:
     encoded_tokens: int = 0  # that the pages held when its task stopped
     joiners: int = 0  # ranks that wait for it
     is_divisible: bool = True  # as of the prefix: a rank can go on where its task has stopped
-    gives_way: bool = False  # to another tenant: its task is cancelled, and ends with the chunk that runs
+    # to another tenant: its task is cancelled, and ends with the chunk that runs
+    gives_way: bool = False
     ended: asyncio.Future[None] = field(init=False)  # done in state ENDED
 
     @property
@@ -84,7 +91,9 @@ class PrefillJob:
         A prefill in one piece has no rest: a rank joins it.
         """
         has_task = self.state in (PrefillState.RUNNING, PrefillState.DESERTED)
-        return self.kind is PrefillKind.PREFILL and self.is_divisible and has_task and not self.joiners
+        return (
+            self.kind is PrefillKind.PREFILL and self.is_divisible and has_task and not self.joiners
+        )
 
     @property
     def is_at_work(self) -> bool:
@@ -107,8 +116,8 @@ class PrefillJob:
 class Adoption:
     """A rank's right to fill the rest of a producer's entry in its own pass, and then to publish it.
 
-    The right ends with `release`, which the rank calls however it ends. A released adoption never affects a rank that
-    has adopted the same producer since.
+    The right ends with `release`, which the rank calls however it ends. A released adoption never
+    affects a rank that has adopted the same producer since.
     """
 
     def __init__(self, producer: PrefillJob, on_release: Callable[[PrefillJob], None]) -> None:
@@ -121,7 +130,9 @@ class Adoption:
         return self.producer.adoption is self
 
     def release(self) -> None:
-        """End the adoption. Joined ranks get the prefix if it was published; otherwise a task fills the rest for them.
+        """End the adoption. Joined ranks get the prefix if it was published.
+
+        Otherwise a task fills the rest for them.
 
         A second call does nothing.
         """
@@ -141,7 +152,10 @@ class PrefixFiller(Generic[P]):
         self._reload_slots = asyncio.Semaphore(max_reloads)
 
     def reconfigure(self, max_reloads: int) -> None:
-        """Change the limit for later reloads. Reloads of now give their slots back to the limit before."""
+        """Change the limit for later reloads.
+
+        Reloads of now give their slots back to the limit before.
+        """
         if max_reloads != self._max_reloads:
             self._max_reloads = max_reloads
             self._reload_slots = asyncio.Semaphore(max_reloads)
@@ -151,14 +165,18 @@ class PrefixFiller(Generic[P]):
         copy_s = self._tiers.pool.arena.layout.bytes(num_tokens) / self._engine.copy_bytes_per_s
         return copy_s * (1 + num_reloading // self._max_reloads)
 
-    async def compute(self, tokens: P, base: PrefixEntry | None, deadline_at: float, producer: PrefillJob) -> None:
+    async def compute(
+        self, tokens: P, base: PrefixEntry | None, deadline_at: float, producer: PrefillJob
+    ) -> None:
         """Encode a prefix, from where the producer was stopped before.
 
         Args:
             tokens: the whole prefix.
-            base: a leased resident prefix of the same history, to copy instead of encoding it again; None = none.
+            base: a leased resident prefix of the same history, to copy instead of encoding it
+                again; None = none.
             deadline_at: instant of the clock; what has not begun by then is dropped.
-            producer: whose entry to fill. If its order is cancelled at a step, its `encoded_tokens` say how far it got.
+            producer: whose entry to fill. If its order is cancelled at a step, its `encoded_tokens`
+                say how far it got.
         """
         entry = producer.entry
         runs = tuple(entry.runs)
@@ -166,16 +184,22 @@ class PrefixFiller(Generic[P]):
         first = producer.encoded_tokens
         if base is not None and not first:
             await self._engine.copy(
-                PageCopy(arena, base.runs, arena, runs, base.num_tokens), deadline_at, producer.order
+                PageCopy(arena, base.runs, arena, runs, base.num_tokens),
+                deadline_at,
+                producer.order,
             )
             first = base.num_tokens
-        encoded_tokens = await self._engine.prefill(tokens, runs, deadline_at, producer.order, first)
+        encoded_tokens = await self._engine.prefill(
+            tokens, runs, deadline_at, producer.order, first
+        )
         if encoded_tokens < len(tokens):
             producer.encoded_tokens = encoded_tokens
         elif self._tiers.pool.publish(entry, tokens.timestamps) and base is not None:
             self._tiers.pool.drop(base)  # its readers go on; nobody else needs the shorter prefix
 
-    async def reload(self, copy: DramEntry, patience_s: float, deadline_at: float, producer: PrefillJob) -> None:
+    async def reload(
+        self, copy: DramEntry, patience_s: float, deadline_at: float, producer: PrefillJob
+    ) -> None:
         """Copy a prefix back from DRAM.
 
         Args:
@@ -185,7 +209,8 @@ class PrefixFiller(Generic[P]):
             producer: whose entry to fill.
 
         Raises:
-            DeadlineExceeded: no slot came free in time. StaleEntry: the DRAM pages were reused during the copy.
+            DeadlineExceeded: no slot came free in time. StaleEntry: the DRAM pages were reused
+                during the copy.
         """
         pool, dram = self._tiers
         slots = self._reload_slots  # the slot goes back to the limit that gave it
@@ -207,7 +232,7 @@ class PrefixFiller(Generic[P]):
         pool.publish(producer.entry, copy.timestamps)
 
 
-class ProducerTable:
+class PrefillTable:
     """The producers that have not ended: by key, by user, by tenant."""
 
     def __init__(self) -> None:
@@ -236,7 +261,10 @@ class ProducerTable:
         return self._by_user.of(user)
 
     def in_flight(self, kind: PrefillKind | None = None) -> int:
-        """Count the producers at work; a rank that keeps what it encodes is none. None = of both kinds."""
+        """Count the producers at work; a rank that keeps what it encodes is none.
+
+        None = of both kinds.
+        """
         at_work = (producer for producer in self._by_key.values() if producer.is_at_work)
         return sum(kind is None or producer.kind is kind for producer in at_work)
 
@@ -246,7 +274,11 @@ class ProducerTable:
         Args:
             account: of the tenant, in the pool.
         """
-        return [each for each in self._by_key.values() if each.entry.account is account and each.is_at_work]
+        return [
+            each
+            for each in self._by_key.values()
+            if each.entry.account is account and each.is_at_work
+        ]
 
     def youngest_over(self, shares: Iterable[tuple[Account, int]]) -> PrefillJob | None:
         """Find the producer that should give way first, of a tenant that has more of them at work than its share.
@@ -265,10 +297,17 @@ class ProducerTable:
 
 
 class PrefillManager(Generic[P]):
-    """Starts producers, moves them through their states, and forgets them when they end. Event loop only."""
+    """Starts producers, moves them through their states, and forgets them when they end.
+
+    Event loop only.
+    """
 
     def __init__(
-        self, filler: PrefixFiller[P], pool: PrefixPool, background: BackgroundTasks, clock: Callable[[], float]
+        self,
+        filler: PrefixFiller[P],
+        pool: PrefixPool,
+        background: BackgroundTasks,
+        clock: Callable[[], float],
     ) -> None:
         """Nothing runs yet.
 
@@ -282,12 +321,17 @@ class PrefillManager(Generic[P]):
         self._pool = pool
         self._background = background
         self._clock = clock
-        self.table = ProducerTable()
+        self.table = PrefillTable()
 
     # ---- start
 
     def compute(
-        self, key: PrefixKey, tokens: P, order: JobOrder, base: PrefixEntry | None, deadline_at: float
+        self,
+        key: PrefixKey,
+        tokens: P,
+        order: JobOrder,
+        base: PrefixEntry | None,
+        deadline_at: float,
     ) -> Verdict:
         """Prefill `key`. If `base` fits next to it, copy `base` and encode only the rest.
 
@@ -321,7 +365,13 @@ class PrefillManager(Generic[P]):
         return Verdict.PREINFER if base is None else Verdict.EXTEND
 
     def reload(
-        self, copy: DramEntry, order: JobOrder, patience_s: float, deadline_at: float, *, is_signalled: bool
+        self,
+        copy: DramEntry,
+        order: JobOrder,
+        patience_s: float,
+        deadline_at: float,
+        *,
+        is_signalled: bool,
     ) -> PrefillJob:
         """Copy a prefix back from DRAM. It gives up if no reload slot frees within `patience_s`.
 
@@ -347,7 +397,8 @@ class PrefillManager(Generic[P]):
         Args:
             key: of the prefix; it has no producer.
             tokens: the whole prefix.
-            deadline_at: of the prefill that follows if the rank releases the adoption and others have joined.
+            deadline_at: of the prefill that follows if the rank releases the adoption and others
+                have joined.
 
         Raises:
             ResourceError: there is no room.
@@ -355,7 +406,9 @@ class PrefillManager(Generic[P]):
         entry = self._pool.reserve(key, len(tokens))
         fill = partial(self._filler.compute, tokens, None, deadline_at)
         order = JobOrder(float("inf"), self._clock())
-        producer = self._add(PrefillJob(entry, PrefillKind.PREFILL, fill, order, PrefillState.ADOPTED))
+        producer = self._add(
+            PrefillJob(entry, PrefillKind.PREFILL, fill, order, PrefillState.ADOPTED)
+        )
         producer.adoption = Adoption(producer, self._released)
         return producer.adoption
 
@@ -369,7 +422,9 @@ class PrefillManager(Generic[P]):
     def _run(self, producer: PrefillJob, held: ExitStack) -> None:
         """-> RUNNING. `held` is closed when the task has ended."""
         producer.state = PrefillState.RUNNING
-        task = producer.task = self._background.start(producer.kind.value, partial(producer.fill, producer))
+        task = producer.task = self._background.start(
+            producer.kind.value, partial(producer.fill, producer)
+        )
 
         def ended(_: asyncio.Task[None]) -> None:
             held.close()
@@ -386,8 +441,8 @@ class PrefillManager(Generic[P]):
             timeout_s: how long to wait for the chunk.
 
         Returns:
-            the adoption, which the caller must release. None: the producer has ended meanwhile, or the chunk takes too
-            long.
+            the adoption, which the caller must release. None: the producer has ended meanwhile, or
+            the chunk takes too long.
         """
         task = producer.task
         assert task is not None, "an adoptable producer has a task"
@@ -418,15 +473,21 @@ class PrefillManager(Generic[P]):
             self._restart_or_end(producer)
 
     def _task_ended(self, producer: PrefillJob) -> None:
-        """The task has ended: finished, failed, cancelled, or stopped after a chunk. A second call does nothing."""
+        """The task has ended: finished, failed, cancelled, or stopped after a chunk.
+
+        A second call does nothing.
+        """
         task = producer.task
         assert task is not None
         match producer.state:
             case PrefillState.ADOPTED | PrefillState.ENDED:
                 return
-            case _ if task.cancelled() or task.exception() is not None or producer.entry.is_published:
+            case _ if (
+                task.cancelled() or task.exception() is not None or producer.entry.is_published
+            ):
                 self._end(producer)
-            case PrefillState.RUNNING:  # erased: the prefix was complete, and could not be published
+            # erased: the prefix was complete, and could not be published
+            case PrefillState.RUNNING:
                 self._end(producer)
             case PrefillState.STOPPING:
                 producer.state = PrefillState.ADOPTED
@@ -438,7 +499,8 @@ class PrefillManager(Generic[P]):
         if not producer.joiners or producer.entry.is_erased:
             self._end(producer)
             return
-        producer.order = JobOrder(producer.order.order_at, producer.order.arrived_at)  # one that is not cancelled
+        # one that is not cancelled
+        producer.order = JobOrder(producer.order.order_at, producer.order.arrived_at)
         self._run(producer, ExitStack())
 
     def _end(self, producer: PrefillJob) -> None:

@@ -48,7 +48,8 @@ def build_web_app(
         config: the section `server`.
         metrics: with an objective for every kind of request.
         tracing: None = trace ids, but no spans.
-        insight: what operators see, made with the log of this application; None = that of this process.
+        insight: what operators see, made with the log of this application; None = that of this
+            process.
 
     Raises:
         ConfigError: the key file or the certificate cannot be used.
@@ -60,10 +61,18 @@ def build_web_app(
     access_log = AccessLog(config)
     admission = Admission(service.admission, config, metrics)
     metrics.process.observe_ready(service.is_ready)
-    course = Course(metrics=metrics, keys=keys, access_log=access_log, tracing=tracing or Tracing(), config=config)
+    course = Course(
+        metrics=metrics,
+        keys=keys,
+        access_log=access_log,
+        tracing=tracing or Tracing(),
+        config=config,
+    )
     pipeline = Pipeline(service, course, admission)
     shown = insight(access_log) if insight else OwnInsight(service, metrics, access_log.newest)
-    app = web.Application(client_max_size=config.max_body_bytes, middlewares=[pipeline.middleware()])
+    app = web.Application(
+        client_max_size=config.max_body_bytes, middlewares=[pipeline.middleware()]
+    )
     reader = Reader(config)
     app.add_routes(kind_routes(kind_handlers(service, course, reader)))
     inference = Inference(service, course, reader, shown)

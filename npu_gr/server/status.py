@@ -17,7 +17,14 @@ from npu_gr.metrics.exposition import expose
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.registry.requests import WINDOWS_S
 from npu_gr.metrics.slo import Counts, Share
-from npu_gr.metrics.status import Goodput, ModelStatus, Served, SlowRequest, StatusReport, TierStatus
+from npu_gr.metrics.status import (
+    Goodput,
+    ModelStatus,
+    Served,
+    SlowRequest,
+    StatusReport,
+    TierStatus,
+)
 from npu_gr.server.access_log import AccessLine, RecentRequests
 from npu_gr.server.debug.stacks import Profiler, own_stacks
 from npu_gr.server.service_protocol import ServiceProtocol
@@ -32,7 +39,9 @@ LINKS = {
 }
 
 
-async def status(service: ServiceProtocol, metrics: Metrics, newest: RecentRequests, uptime_s: float) -> StatusReport:
+async def status(
+    service: ServiceProtocol, metrics: Metrics, newest: RecentRequests, uptime_s: float
+) -> StatusReport:
     """Gather what the page shows at this moment.
 
     Args:
@@ -56,14 +65,21 @@ async def status(service: ServiceProtocol, metrics: Metrics, newest: RecentReque
                 name=name,
                 budget=reads["budget"](),
                 entries=reads["entries"](),
-                states={state: read() for state, read in reads.items() if state not in ("budget", "entries")},
+                states={
+                    state: read()
+                    for state, read in reads.items()
+                    if state not in ("budget", "entries")
+                },
             )
             for name, reads in metrics.relay.tiers.items()
         ],
         queue=dict(metrics.waiting()),
         slow=[_slow(KINDS[name], line) for name, line in newest.slowest(NUM_SLOW, RECENT_S)],
         models=_models(service, metrics),
-        tenants={tenant: _served(share) for tenant, share in recent.shares(lambda one: one.tenant).items()},
+        tenants={
+            tenant: _served(share)
+            for tenant, share in recent.shares(lambda one: one.tenant).items()
+        },
         links=LINKS,
     )
 
@@ -158,7 +174,10 @@ class Insight(Protocol):
         ...
 
     async def profile(self, seconds: float) -> str:
-        """Return where the threads spend their time. Raises Overloaded while another profile is being taken."""
+        """Return where the threads spend their time.
+
+        Raises Overloaded while another profile is being taken.
+        """
         ...
 
     async def bundle_texts(self) -> dict[str, str]:
@@ -187,7 +206,9 @@ class OwnInsight:
         return await expose(self._metrics, accept, names)
 
     async def status(self) -> StatusReport:
-        return await status(self._service, self._metrics, self._newest, time.monotonic() - self._began_at)
+        return await status(
+            self._service, self._metrics, self._newest, time.monotonic() - self._began_at
+        )
 
     async def stacks(self) -> str:
         return await own_stacks()

@@ -78,7 +78,11 @@ async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
 async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob:
     config = shared.settings.config.recommend
     assert config is not None
-    made: dict[str, Source] = {SHARED_ENCODER: from_shared_encoder, TRANSITIONS: from_transitions, NEIGHBOURS: from_neighbours}
+    made: dict[str, Source] = {
+        SHARED_ENCODER: from_shared_encoder,
+        TRANSITIONS: from_transitions,
+        NEIGHBOURS: from_neighbours,
+    }
     if GENERATE.name in jobs:
         made[GENERATE.name] = from_generation(shared.versions, shared.metrics)
     if isinstance(match := jobs.get(MATCH.name), MatchJob):
@@ -121,10 +125,15 @@ def cascade_of(jobs: Mapping[str, AnyJob]) -> Cascade | None:
 
 
 def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:
-    """Make the rule about what the ranker must know of the cascade's sources; without a cascade there are none."""
+    """Make the rule about what the ranker must know of the cascade's sources.
+
+    Without a cascade there are none.
+    """
     job = cascade_of(jobs)
     if job is None:
-        return CoverageRule(0.0, lambda: shared.versions.ranker().vocabulary, {}, (), lambda *_: None)
+        return CoverageRule(
+            0.0, lambda: shared.versions.ranker().vocabulary, {}, (), lambda *_: None
+        )
     cascade = job.parts
     items: dict[str, Items] = {}
     if GENERATE.name in cascade.sources:

@@ -55,19 +55,28 @@ async def prove(
     tokens = seeded_tokens(vocabulary, shape, longest)
     head = tokens[: min(longest, SELF_TEST_TOKENS)]
     candidates = np.unique(np.random.default_rng(1).integers(0, shape.num_items, 32))
-    histories = [head, seeded_tokens(vocabulary, shape, len(head), seed=2)] if shape.num_items > 1 else [head]
-    await check_ranker(engine, histories, candidates, shape.tasks, f"checkpoint {config.checkpoint}")
+    histories = (
+        [head, seeded_tokens(vocabulary, shape, len(head), seed=2)]
+        if shape.num_items > 1
+        else [head]
+    )
+    await check_ranker(
+        engine, histories, candidates, shape.tasks, f"checkpoint {config.checkpoint}"
+    )
     drift = 0.0
     if config.relay.enabled:
         async with lent(pool, dram, version, len(head)) as (runs, dram_runs):
-            drift = await parity(engine, runs, None if dram is None else dram.arena, dram_runs, head, candidates)
+            drift = await parity(
+                engine, runs, None if dram is None else dram.arena, dram_runs, head, candidates
+            )
             if dram is not None:
                 await engine.measure_copy(dram.arena, dram_runs, runs, len(head))
     began_at = time.perf_counter()
     lengths = [n for n in WARM_UP_LENGTHS if n <= longest] or [longest]
     cost = await engine.warm_up(tokens, lengths, WARM_UP_CANDIDATES)
     log.info(
-        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f ms full; "
+        "parity %.1e of the logits' spread; warm-up %.1f s; 1,000 tokens and 100 candidates: %.1f "
+        "ms full; "
         "DRAM to HBM %.1f GB/s",
         drift,
         time.perf_counter() - began_at,
@@ -77,14 +86,21 @@ async def prove(
 
 
 async def choose_attention(
-    engine: RankEngine, backend: Backend, vocabulary: ItemVocabulary, pool: PrefixPool, version: str, config: Config
+    engine: RankEngine,
+    backend: Backend,
+    vocabulary: ItemVocabulary,
+    pool: PrefixPool,
+    version: str,
+    config: Config,
 ) -> tuple[AttentionWay, ...]:
     """Set the engine's backend to what runs its ranker's attention best, and return what was tried; () = nothing.
 
-    Where there is a choice it is measured on the longest history and the most candidates that are served.
+    Where there is a choice it is measured on the longest history and the most candidates that are
+    served.
 
     Raises:
-        ConfigError: `attention` names a way that cannot run this ranker, or computes something else.
+        ConfigError: `attention` names a way that cannot run this ranker, or computes something
+            else.
         DeviceError: none computes.
     """
     ways = possible(engine, backend, config.attention)
@@ -93,14 +109,18 @@ async def choose_attention(
         return ()
     shape = engine.model.config
     layout = pool.arena.layout
-    num_tokens = min(shape.max_history_tokens, pool.budget_bytes // layout.page_bytes * layout.page_tokens)
+    num_tokens = min(
+        shape.max_history_tokens, pool.budget_bytes // layout.page_bytes * layout.page_tokens
+    )
     cached = max(1, num_tokens - NEW_TOKENS)
     chunk = min(cached, engine.scheduler.config.prefill_chunk_tokens)
     num_candidates = min(config.server.max_candidates, MOST_CANDIDATES)
     candidates = np.random.default_rng(1).integers(0, shape.num_items, num_candidates)
     tokens, other = (seeded_tokens(vocabulary, shape, num_tokens, seed) for seed in range(2))
     async with lent(pool, None, version, num_tokens) as (runs, _):
-        return await choose_way(engine, backend, ways, Trial(tokens, cached, chunk, candidates, runs, other))
+        return await choose_way(
+            engine, backend, ways, Trial(tokens, cached, chunk, candidates, runs, other)
+        )
 
 
 @asynccontextmanager
@@ -125,7 +145,9 @@ async def lent(
 async def _reserved(tier: PrefixPool, key: PrefixKey, num_tokens: int) -> PrefixEntry: ...
 @overload
 async def _reserved(tier: DramStore, key: PrefixKey, num_tokens: int) -> DramEntry: ...
-async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int) -> PrefixEntry | DramEntry:
+async def _reserved(
+    tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: int
+) -> PrefixEntry | DramEntry:
     """Reserve pages as soon as there are some: live prefixes free theirs when their ranks are done."""
     give_up_at = time.monotonic() + RESERVE_S
     while True:
@@ -137,7 +159,9 @@ async def _reserved(tier: PrefixPool | DramStore, key: PrefixKey, num_tokens: in
         await asyncio.sleep(0.05)
 
 
-def seeded_tokens(vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int, seed: int = 0) -> Tokens:
+def seeded_tokens(
+    vocabulary: ItemVocabulary, shape: HSTUConfig, num_tokens: int, seed: int = 0
+) -> Tokens:
     """Make a history of the model's items; the same one every time.
 
     Args:

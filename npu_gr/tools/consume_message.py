@@ -55,13 +55,17 @@ def read_event(message: Any, fields: Fields, model: EventModel, tenant: str = ""
     if not isinstance(table, dict):
         raise Poison("not a JSON object" if message.value else "no value")
     # of two alike the first counts
-    plain = {"".join(filter(str.isalnum, name.lower())): one for name, one in reversed(table.items())}
+    plain = {
+        "".join(filter(str.isalnum, name.lower())): one for name, one in reversed(table.items())
+    }
 
     def cell(role: str, kinds: Any) -> Any:
         if (told := getattr(fields, role)) is not None:
             found = _at(table, told)
         else:
-            found = next((plain[one] for one in _GUESSED[role].split() if plain.get(one) is not None), None)
+            found = next(
+                (plain[one] for one in _GUESSED[role].split() if plain.get(one) is not None), None
+            )
         if isinstance(found, bool) or not isinstance(found, kinds):
             raise Poison(f"no {role}" if found is None else f"{role}: {quoted(found)} is no {role}")
         return found

@@ -1,8 +1,10 @@
-"""Evaluate a running service: does it recommend what the users did next? The cascade, and each of its stages alone.
+"""Evaluate a running service: does it recommend what the users did next?
 
-Protocol: each user is asked for once. The events before one of the user's events are sent as the history; that event's
-item is the right answer. Every item may be answered (no sampled negatives) but those of the history, and these too
-where most of the next items are repeats. The ways to ask:
+The cascade, and each of its stages alone.
+
+Protocol: each user is asked for once. The events before one of the user's events are sent as the
+history; that event's item is the right answer. Every item may be answered (no sampled negatives)
+but those of the history, and these too where most of the next items are repeats. The ways to ask:
 
     generate     POST /v1/generate, if the service has it; for as many items as the cascade asks of it, if it does
     match        POST /v1/match, likewise
@@ -10,7 +12,8 @@ where most of the next items are repeats. The ways to ask:
     rank         POST /v1/rank over every such item of the log, which no service could afford on a large catalogue
     recommend    POST /v1/recommend: the retrieved items, ranked
 
-`retrieved` is the share of the users whose item was among all the retrieved items: the cascade cannot reach more.
+`retrieved` is the share of the users whose item was among all the retrieved items: the cascade
+cannot reach more.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ UNRANKED = "unranked"  # the outcome of a recommend whose rank failed
 class ServiceEvaluation:
     """What the service answered, by way to ask."""
 
-    ranks: dict[str, list[float]]  # way -> place of the right item in each answer, from 0; `MISSED` = not in it
+    # way -> place of the right item in each answer, from 0; `MISSED` = not in it
+    ranks: dict[str, list[float]]
     seconds: dict[str, list[float]]  # way -> duration of each request
     sources: dict[str, int]  # of the cascade: items that each source is asked for
     order: str  # of the cascade's answers
@@ -74,7 +78,10 @@ class ServiceEvaluation:
     @property
     def best_part(self) -> str:
         """The way with the highest NDCG@10, of those that are not the cascade."""
-        return max((way for way in self.ranks if way != "recommend"), key=lambda way: ndcg(self._places(way), TOP))
+        return max(
+            (way for way in self.ranks if way != "recommend"),
+            key=lambda way: ndcg(self._places(way), TOP),
+        )
 
     @property
     def why(self) -> str:
@@ -93,22 +100,38 @@ class ServiceEvaluation:
             *("way", f"HR@{TOP}", f"NDCG@{TOP}", "P50 ms"),
             title=f"next item of {num} users, whole catalogue, " + self._of_seen,
             caption=f"95 % interval of an HR@{TOP} of .2: +-{1.96 * (0.16 / num) ** 0.5:.3f}; "
-            f"the item was among the {self._asked} retrieved for {self.retrieved:.3f} of the users; "
-            f"the cascade's ranks: {', '.join(f'{count} {name}' for name, count in self.outcomes.items())}\n{self.why}",
+            f"the item was among the {self._asked} retrieved for {self.retrieved:.3f} of the "
+            "users; "
+            "the cascade's ranks: "
+            f"{', '.join(f'{count} {name}' for name, count in self.outcomes.items())}\n{self.why}",
         )
-        names = {"rank": "rank alone (every item)", "recommend": f"recommend: all of them, order {self.order}"}
+        names = {
+            "rank": "rank alone (every item)",
+            "recommend": f"recommend: all of them, order {self.order}",
+        }
         for way, figures in found["ways"].items():
-            numbers = f"{figures['hr_at_10']:.4f}", f"{figures['ndcg_at_10']:.4f}", f"{figures['p50_s'] * 1e3:.1f}"
+            numbers = (
+                f"{figures['hr_at_10']:.4f}",
+                f"{figures['ndcg_at_10']:.4f}",
+                f"{figures['p50_s'] * 1e3:.1f}",
+            )
             table.add_row(names.get(way, f"{way} alone"), *numbers)
         return table
 
     @property
     def _of_seen(self) -> str:
-        """What became of items that users had before. One that is asked for again is missed where they are left out."""
+        """What became of items that users had before.
+
+        One that is asked for again is missed where they are left out.
+        """
         repeats = f"{self.repeat_ratio:.1%} of the next items are repeats"
         if not self.hides_seen:
             return f"seen items too: {repeats}"
-        return f"seen items left out: {repeats}, which no way can find" if self.repeat_ratio else "seen items left out"
+        return (
+            (f"seen items left out: {repeats}, which no way can find")
+            if self.repeat_ratio
+            else "seen items left out"
+        )
 
     @property
     def _asked(self) -> str:
@@ -138,7 +161,10 @@ async def evaluate(
     """
     retrieved: list[bool] = []
     outcomes: dict[str, int] = {}
-    async with EvaluationClient(base_url, api_key) as client, EvaluationClient(admin_url, api_key) as admin:
+    async with (
+        EvaluationClient(base_url, api_key) as client,
+        EvaluationClient(admin_url, api_key) as admin,
+    ):
         section = await admin.cascade()
         sources: dict[str, int] = section["sources"]
         parts = dict.fromkeys(await admin.finds(), BESIDE) | sources
@@ -165,7 +191,9 @@ async def evaluate(
                     request = case.body(f"evaluate-{way}") | of_way
                     answer, took_s = await client.post(KINDS.get(way, RECOMMEND).path, request)
                     seconds[way].append(took_s)
-                    items = answered_ids(answer["top"] if way == "rank" else answer["items"]).tolist()
+                    items = answered_ids(
+                        answer["top"] if way == "rank" else answer["items"]
+                    ).tolist()
                     ranks[way].append(items.index(case.target) if case.target in items else MISSED)
                     was_retrieved |= way in sources and case.target in items
                     if way == "recommend":
@@ -190,7 +218,9 @@ async def evaluate(
     )
 
 
-def _source_alone(source: str, num_items: int, case: NextEventCase, hidden: list[int]) -> dict[str, Any]:
+def _source_alone(
+    source: str, num_items: int, case: NextEventCase, hidden: list[int]
+) -> dict[str, Any]:
     """Ask one source for items that are not hidden: by its own route, or by a cascade of it that ranks nothing."""
     if source in KINDS:
         return {"num_items": num_items, "deny_items": raw_column(hidden)}
@@ -235,13 +265,17 @@ class EvaluationClient:
         """
         section: dict[str, Any] = (await self._config()).get(RECOMMEND.name) or {}
         if not section:
-            raise Unavailable("the service has no cascade: its configuration needs section recommend")
+            raise Unavailable(
+                "the service has no cascade: its configuration needs section recommend"
+            )
         return section
 
     async def _config(self) -> dict[str, Any]:
         async with self._http.get("debug/config") as response:
             if response.status != 200:
-                raise Unavailable(f"{self._url}/debug/config: {response.status}: is that the admin address?")
+                raise Unavailable(
+                    f"{self._url}/debug/config: {response.status}: is that the admin address?"
+                )
             config: dict[str, Any] = await response.json()
             return config
 

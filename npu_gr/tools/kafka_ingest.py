@@ -79,12 +79,19 @@ class EventConsumer:
         self._consumer = consumer
         self._target = target
         self._config = config
-        about, there = target.about, [one.name for one in target.model.features if one.of == "event"]
+        about, there = (
+            target.about,
+            [one.name for one in target.model.features if one.of == "event"],
+        )
         if not target.model.actions:
-            raise ConfigError(f"{about}: its model has no actions, so nothing is an event; serve a ranker")
+            raise ConfigError(
+                f"{about}: its model has no actions, so nothing is an event; serve a ranker"
+            )
         if lost := [name for name in config.fields.features if name not in there]:
             known = ", ".join(there) or "none"
-            raise ConfigError(f"--feature {lost[0]}: no feature of events of {about}; it has {known}")
+            raise ConfigError(
+                f"--feature {lost[0]}: no feature of events of {about}; it has {known}"
+            )
         try:
             os.close(open_private(config.dead_letters))
         except OSError as error:
@@ -97,7 +104,9 @@ class EventConsumer:
         text = "Messages: written, known (read again, and counted before), dead."
         messages = metric(prometheus_client.Counter, "messages", text, ("result",))
         self.counts = {result: messages.labels(result) for result in ("written", "known", "dead")}
-        self._retries = metric(prometheus_client.Counter, "retries", "Rounds that were tried again.")
+        self._retries = metric(
+            prometheus_client.Counter, "retries", "Rounds that were tried again."
+        )
         text = "Messages of a partition that are not committed yet."
         self._lag = metric(prometheus_client.Gauge, "lag_messages", text, ("topic", "partition"))
 
@@ -122,7 +131,9 @@ class EventConsumer:
 
     def _is_full_with(self, message: Any, current: _Round) -> bool:
         try:
-            write = read_event(message, self._config.fields, self._target.model, self._config.tenant)
+            write = read_event(
+                message, self._config.fields, self._target.model, self._config.tenant
+            )
         except Poison as poison:
             current.dead.append((message, str(poison)))
             return False
@@ -162,7 +173,9 @@ class EventConsumer:
                 return [error]
             return [one for each in writes for one in await self._write([each])]
 
-    def _sort(self, current: _Round, results: list[Any], *, is_last: bool) -> list[tuple[Any, Write]]:
+    def _sort(
+        self, current: _Round, results: list[Any], *, is_last: bool
+    ) -> list[tuple[Any, Write]]:
         """Count what was written, add what cannot be to the dead; return what is tried again."""
         again = []
         for pair, result in zip(current.pairs, results, strict=True):
@@ -180,7 +193,11 @@ class EventConsumer:
         Others may move the file away at any time; the next letter begins a new one.
         """
         with os.fdopen(open_private(self._config.dead_letters, appends=True), "r+b") as file:
-            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n":
+            if (
+                file.seek(0, os.SEEK_END)
+                and file.seek(-1, os.SEEK_END) >= 0
+                and file.read(1) != b"\n"
+            ):
                 file.write(b"\n")
             for message, reason in letters:
                 names = ("topic", "partition", "offset", "headers", "key", "value")  # in base64
@@ -207,7 +224,9 @@ class EventConsumer:
         mine = self._consumer.assignment()  # another one perhaps, after a rebalance
         for partition, offset in offsets.items():
             if partition in mine and (end := self._consumer.highwater(partition)) is not None:
-                self._lag.labels(partition.topic, str(partition.partition)).set(max(0, end - offset))
+                self._lag.labels(partition.topic, str(partition.partition)).set(
+                    max(0, end - offset)
+                )
 
 
 async def _stopped_within(stop: asyncio.Event, pause_s: float) -> bool:
@@ -216,7 +235,9 @@ async def _stopped_within(stop: asyncio.Event, pause_s: float) -> bool:
     return stop.is_set()
 
 
-async def consume(config: ConsumeConfig, opened: Callable[[], AbstractAsyncContextManager[Target]]) -> dict[str, int]:
+async def consume(
+    config: ConsumeConfig, opened: Callable[[], AbstractAsyncContextManager[Target]]
+) -> dict[str, int]:
     """Consume until SIGTERM or SIGINT; then the round that is being written may end.
 
     Args:
@@ -237,13 +258,18 @@ async def consume(config: ConsumeConfig, opened: Callable[[], AbstractAsyncConte
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    options: dict[str, Any] = {"bootstrap_servers": config.brokers, "security_protocol": config.security}
+    options: dict[str, Any] = {
+        "bootstrap_servers": config.brokers,
+        "security_protocol": config.security,
+    }
     if config.security.endswith("SSL"):
         options["ssl_context"] = calling_context()
     if config.security.startswith("SASL"):
         password = os.environ.get(PASSWORD)
         if not (config.sasl_username and password):
-            raise ConfigError(f"--sasl-username and the variable {PASSWORD}: {config.security} needs both")
+            raise ConfigError(
+                f"--sasl-username and the variable {PASSWORD}: {config.security} needs both"
+            )
         options |= {"sasl_mechanism": config.sasl_mechanism, "sasl_plain_password": password}
         options["sasl_plain_username"] = config.sasl_username
     async with AsyncExitStack() as stack:
@@ -268,13 +294,19 @@ async def consume(config: ConsumeConfig, opened: Callable[[], AbstractAsyncConte
         events = EventConsumer(consumer, target, config)
         try:
             if config.metrics_port is not None:
-                prometheus_client.start_http_server(config.metrics_port, config.metrics_host, events.registry)
+                prometheus_client.start_http_server(
+                    config.metrics_port, config.metrics_host, events.registry
+                )
             stack.push_async_callback(consumer.stop)
             await consumer.start()
-            log.info("consuming %s as %s into %s", ", ".join(config.topics), config.group, target.about)
+            log.info(
+                "consuming %s as %s into %s", ", ".join(config.topics), config.group, target.about
+            )
             await _until_stopped(events, stop)
         except KafkaError as error:
-            raise ConfigError(f"kafka: {config.brokers}: {type(error).__name__}: {error}") from error
+            raise ConfigError(
+                f"kafka: {config.brokers}: {type(error).__name__}: {error}"
+            ) from error
         except OSError as error:
             where = f"{config.metrics_host}:{config.metrics_port}"
             raise ConfigError(f"--metrics-port: {where}: {error.strerror}") from error
@@ -287,7 +319,10 @@ async def _until_stopped(events: EventConsumer, stop: asyncio.Event) -> None:
         await asyncio.wait((running, told), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait_for(running, DRAIN_S)
     except TimeoutError:
-        log.warning("not drained within %.0f s: what was not committed is read again, and counts once", DRAIN_S)
+        log.warning(
+            "not drained within %.0f s: what was not committed is read again, and counts once",
+            DRAIN_S,
+        )
     finally:
         told.cancel()
         running.cancel()

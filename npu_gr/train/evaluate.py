@@ -2,8 +2,8 @@
 
 Who has which items: the edges of a graph, and its matrices by rows with their products.
 
-A product is a segmented sum (`embedding_bag`): no dense matrix and no atomic additions, so the result has the same bits
-whatever runs beside it.
+A product is a segmented sum (`embedding_bag`): no dense matrix and no atomic additions, so the
+result has the same bits whatever runs beside it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ class Csr:
         if not len(self.columns):
             return x.new_zeros(len(self.starts) - 1, x.shape[1])
         return embedding_bag(
-            self.columns, x, self.starts, mode="sum", per_sample_weights=self.values, include_last_offset=True
+            self.columns,
+            x,
+            self.starts,
+            mode="sum",
+            per_sample_weights=self.values,
+            include_last_offset=True,
         )
 
     def block(self, start: int, stop: int) -> Csr:
@@ -49,7 +54,9 @@ class Csr:
         starts = self.starts.long()
         counts = starts[rows + 1] - starts[rows]
         into = torch.arange(len(rows)).repeat_interleave(counts)
-        places = torch.arange(len(into)) + (starts[rows] - (counts.cumsum(0) - counts)).repeat_interleave(counts)
+        places = torch.arange(len(into)) + (
+            starts[rows] - (counts.cumsum(0) - counts)
+        ).repeat_interleave(counts)
         out = torch.zeros(len(rows), num_columns)
         out[into, self.columns[places].long()] = self.values[places]
         return out
@@ -112,7 +119,8 @@ def _csr(rows: I64, columns: I64, values: F32, num_rows: int) -> Csr:
 BLOCK_USERS = 64  # users whose scores of all items are held at once
 SMOOTH_AT = (10, 20, 30, 50, 70, 100)
 
-Scores = Callable[[Tensor], Tensor]  # int64 [n] user rows -> float32 [n, items], which the caller may change
+# int64 [n] user rows -> float32 [n, items], which the caller may change
+Scores = Callable[[Tensor], Tensor]
 
 
 class HeldOut(NamedTuple):
@@ -130,7 +138,8 @@ class Evaluator:
     """
 
     held_out: HeldOut
-    hidden_rows: I64  # [m] index into `held_out` of each (user, item) pair that does not compete, ascending
+    # [m] index into `held_out` of each (user, item) pair that does not compete, ascending
+    hidden_rows: I64
     hidden_items: I64  # [m] item row of each such pair
 
     @classmethod
@@ -206,5 +215,8 @@ def _counts(flags: Tensor) -> F64:
 
 
 def smooth_hit(ranks: F64) -> float:
-    """Average HIT@k over `SMOOTH_AT`: it moves less by chance than any one of them. `ranks` count from 0."""
+    """Average HIT@k over `SMOOTH_AT`: it moves less by chance than any one of them.
+
+    `ranks` count from 0.
+    """
     return float(np.mean([hit_ratio(ranks, k) for k in SMOOTH_AT]))

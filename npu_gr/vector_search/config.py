@@ -14,7 +14,8 @@ IndexName = Literal["exact", "hnsw"]
 class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which vectors are searched, and how much a request may ask for."""
 
-    vectors: str  # folder with manifest.json and vectors.safetensors, as `npu-gr train match` writes
+    # folder with manifest.json and vectors.safetensors, as `npu-gr train match` writes
+    vectors: str
     index: IndexName = "exact"  # hnsw: approximate, for catalogues of many millions
     max_items: Count = 1000  # that a request may ask for
     max_batch_requests: Count = 64  # in one pass over the items

@@ -1,11 +1,13 @@
 """Compute the vector of a user whose history is newer than the training: run the encoder on one more node.
 
-The neighbours of the new node are the items of the history, with the states that they have in the trained
-graph; no other node changes. A user of the training, with the items of the training, gets the trained vector.
-Items without an edge in the trained graph have learnt nothing, and are left out.
+The neighbours of the new node are the items of the history, with the states that they have in the
+trained graph; no other node changes. A user of the training, with the items of the training, gets
+the trained vector. Items without an edge in the trained graph have learnt nothing, and are left
+out.
 
-A `decay` weighs the neighbours by their place in the history: the newest has the most. `SourceItems` are the
-items of the source domain beside the vectors of the target: who has them, and which target items are near-duplicates.
+A `decay` weighs the neighbours by their place in the history: the newest has the most.
+`SourceItems` are the items of the source domain beside the vectors of the target: who has them, and
+which target items are near-duplicates.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ NO_ITEMS: I64 = np.empty(0, np.int64)
 class SourceItems:
     """The items of the source domain. J = its items, U = users."""
 
-    ids: I64 | None  # [J] external ids, ascending and distinct; None: some of them are other items in the target
+    # [J] external ids, ascending and distinct; None: some of them are other items in the target
+    ids: I64 | None
     seen_starts: I64  # [U + 1] user u has seen_items[seen_starts[u] : seen_starts[u + 1]]
     seen_items: npt.NDArray[np.int32]  # [source edges] rows, by user
-    near_duplicate_starts: I64  # [J + 1] item j has the near-duplicates near_duplicate_items[near_duplicate_starts[j] : near_duplicate_starts[j + 1]]
-    near_duplicate_items: npt.NDArray[np.int32]  # rows of the target's items: of no use for who owns the source's item
+    # [J + 1] item j has the near-duplicates near_duplicate_items[near_duplicate_starts[j] :
+    # near_duplicate_starts[j + 1]]
+    near_duplicate_starts: I64
+    # rows of the target's items: of no use for who owns the source's item
+    near_duplicate_items: npt.NDArray[np.int32]
 
     def rows(self, item_ids: I64) -> I64:
         """Look up the rows of the known ids, ascending and distinct."""
@@ -69,15 +75,20 @@ LEAK = 0.2  # slope of leaky_relu below zero
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Folding:
-    """The parts of an encoder that fold a user in. L = layers, U = users, I = items, d = dimension."""
+    """The parts of an encoder that fold a user in.
+
+    L = layers, U = users, I = items, d = dimension.
+    """
 
     users: F32 | None  # [U, d] the embedding table; None: every user starts at zero
     states: F32  # [L, I, d] the items' vectors before each layer
-    matrices: F32 | None  # [L, 2 d, d], applied to own state || neighbours; None: LightGCN, which has none
+    # [L, 2 d, d], applied to own state || neighbours; None: LightGCN, which has none
+    matrices: F32 | None
     degrees: I64  # [I] edges of each item in the trained graph
     norm: Norm
     activation: Activation
-    decay: float | None = None  # factor of a neighbour's weight with each newer event; None: order does not matter
+    # factor of a neighbour's weight with each newer event; None: order does not matter
+    decay: float | None = None
 
     def trained(self, items: I64) -> I64:
         """Select the item rows that have an edge in the trained graph."""
@@ -88,7 +99,8 @@ class Folding:
 
         Args:
             user: row; -1: a user who was not in the training, and starts at zero.
-            items: rows of `trained` items, at least one: distinct ones, or with a decay the events, oldest first.
+            items: rows of `trained` items, at least one: distinct ones, or with a decay the events,
+                oldest first.
             source_items: rows of the source's items; this encoder does not know them.
 
         Returns:
@@ -96,11 +108,17 @@ class Folding:
         """
         weights = self._weights(items)
         dim = self.states.shape[2]
-        own: F32 = self.users[user] if self.users is not None and user >= 0 else np.zeros(dim, np.float32)
+        own: F32 = (
+            self.users[user] if self.users is not None and user >= 0 else np.zeros(dim, np.float32)
+        )
         total = own
         for layer, states in enumerate(self.states):
             near = weights @ states[items]
-            own = near if self.matrices is None else self._activated(np.concatenate((own, near)) @ self.matrices[layer])
+            own = (
+                near
+                if self.matrices is None
+                else self._activated(np.concatenate((own, near)) @ self.matrices[layer])
+            )
             total = total + own
         return total / np.float32(len(self.states) + 1)
 
@@ -108,7 +126,11 @@ class Folding:
         if self.decay is not None:
             by_age = self.decay ** np.arange(len(items) - 1, -1, -1.0)
             return np.asarray(by_age / by_age.sum(), np.float32)
-        by_item = np.ones(len(items)) if self.norm == "mean" else (len(items) / self.degrees[items]) ** 0.5
+        by_item = (
+            np.ones(len(items))
+            if self.norm == "mean"
+            else (len(items) / self.degrees[items]) ** 0.5
+        )
         return np.asarray(by_item / len(items), np.float32)
 
     def _activated(self, x: F32) -> F32:
@@ -123,10 +145,13 @@ class Folding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JoinedFolding:
-    """Folds a user into vectors of several parts: [spectral | encoder | popularity]. Parts may be absent.
+    """Folds a user into vectors of several parts: [spectral | encoder | popularity].
 
-    The spectral part is the sum of a row for each item known of the user, in both domains, divided by the root of their
-    number. I = items of the target, J = items of the source, k = singular values.
+    Parts may be absent.
+
+    The spectral part is the sum of a row for each item known of the user, in both domains, divided
+    by the root of their number. I = items of the target, J = items of the source, k = singular
+    values.
     """
 
     target_states: F32 | None  # [I, k] rows of the target's items; None: there is no spectral part
@@ -142,7 +167,10 @@ class JoinedFolding:
         return items[self.degrees[items] > 0]
 
     def vector(self, user: int, items: I64, source_items: I64 = NO_ITEMS) -> F32:
-        """Compute a user's vector; see `Folding.vector`. Of both kinds of items one is enough; all are distinct."""
+        """Compute a user's vector; see `Folding.vector`.
+
+        Of both kinds of items one is enough; all are distinct.
+        """
         parts = []
         if self.target_states is not None and self.source_states is not None:
             total = self.target_states[items].sum(0) + self.source_states[source_items].sum(0)

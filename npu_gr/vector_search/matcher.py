@@ -6,7 +6,8 @@ The basis of an answer is the first of these that applies to the user; the answe
   source      the user has source history only: the user's vector, which knows that history, against the same items
   popularity  the user has neither: the items with the most target edges
 
-An index finds the best items for a query vector: exactly, or approximately for catalogues too big for an exact pass.
+An index finds the best items for a query vector: exactly, or approximately for catalogues too big
+for an exact pass.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Index(Protocol):
             hidden: (query, item) pairs that must not be found; None: no such pair.
 
         Returns:
-            Scores and item rows [B, k] on the host, best first. A query with fewer items ends in -inf and -1.
+            Scores and item rows [B, k] on the host, best first. A query with fewer items ends in
+            -inf and -1.
         """
         ...
 
@@ -61,12 +63,17 @@ class ExactIndex:
         self._items = torch.from_numpy(np.ascontiguousarray(items)).to(backend.device)
 
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        found = self._backend.best_items(self._backend.upload(queries.numpy()), self._items, k, hidden)
+        found = self._backend.best_items(
+            self._backend.upload(queries.numpy()), self._items, k, hidden
+        )
         return Best(found.scores.cpu(), found.items.cpu())
 
 
 class HnswIndex:
-    """Searches a graph of near items greedily: approximate. Finds more items than asked for, and drops the hidden."""
+    """Searches a graph of near items greedily: approximate.
+
+    Finds more items than asked for, and drops the hidden.
+    """
 
     def __init__(self, items: F32) -> None:
         try:
@@ -74,7 +81,9 @@ class HnswIndex:
         except ImportError as error:
             raise ConfigError("match.index: hnsw needs pip install 'npu_gr[faiss]'") from error
         self._num_items = len(items)
-        self._index: Any = faiss.IndexHNSWFlat(items.shape[1], HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+        self._index: Any = faiss.IndexHNSWFlat(
+            items.shape[1], HNSW_LINKS, faiss.METRIC_INNER_PRODUCT
+        )
         self._index.hnsw.efConstruction = HNSW_BUILD
         self._index.add(np.ascontiguousarray(items))
         self._parameters = faiss.SearchParametersHNSW
@@ -88,14 +97,19 @@ class HnswIndex:
             hidden_keys = (hidden.queries * self._num_items + hidden.items).sort().values
         wide = min(self._num_items, k + most_hidden)
         search = self._parameters(efSearch=max(HNSW_SEARCH, 2 * wide))
-        scores, items = map(torch.from_numpy, self._index.search(queries.numpy(), wide, params=search))
+        scores, items = map(
+            torch.from_numpy, self._index.search(queries.numpy(), wide, params=search)
+        )
         keys = torch.arange(num_queries)[:, None] * self._num_items + items
         scores = scores.masked_fill((items < 0) | torch.isin(keys, hidden_keys), -torch.inf)
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         items = items.gather(1, order).masked_fill(scores == -torch.inf, -1)
         short = max(0, k - wide)
         pad = torch.nn.functional.pad
-        return Best(pad(scores[:, :k], (0, short), value=-torch.inf), pad(items[:, :k], (0, short), value=-1))
+        return Best(
+            pad(scores[:, :k], (0, short), value=-torch.inf),
+            pad(items[:, :k], (0, short), value=-1),
+        )
 
 
 def make_index(name: IndexName, items: F32, backend: Backend) -> Index:
@@ -128,8 +142,10 @@ class MatchQuery:
     k: int  # most items to find
     hidden: I64  # item rows that must not be found
     allowed: I64 | None = None  # the only item rows that may be found; None: all
-    history: I64 | None = None  # rows that the vector is computed from, as `Folding.vector` takes them; FOLDED only
-    source_history: I64 = field(default_factory=lambda: NO_ITEMS)  # rows of the source's items, likewise
+    # rows that the vector is computed from, as `Folding.vector` takes them; FOLDED only
+    history: I64 | None = None
+    # rows of the source's items, likewise
+    source_history: I64 = field(default_factory=lambda: NO_ITEMS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,10 +195,12 @@ class Matcher:
         Args:
             user: need not be known.
             k: most items to find.
-            exclude_seen: leave out the items of the training and of `history`, and near-duplicates of what the user owns.
+            exclude_seen: leave out the items of the training and of `history`, and near-duplicates
+                of what the user owns.
             allow_items: the only item ids that may be found; None: all.
             deny_items: item ids that must not be found; None: none.
-            history: the user's item ids of both domains, oldest first; those of the training may be left out.
+            history: the user's item ids of both domains, oldest first; those of the training may be
+                left out.
         """
         row = self._rows.get(user, -1)
         events = rows_of(self.vectors.item_ids, history)
@@ -193,7 +211,9 @@ class Matcher:
         hidden = NO_ITEMS
         if exclude_seen:
             source = self.vectors.source
-            hidden = history if source is None else np.union1d(history, source.near_duplicates(owned))
+            hidden = (
+                history if source is None else np.union1d(history, source.near_duplicates(owned))
+            )
         if deny_items is not None:
             hidden = np.union1d(hidden, self.rows(deny_items))
         allowed = None if allow_items is None else self.rows(allow_items)
@@ -235,14 +255,20 @@ class Matcher:
 
     def run(self, queries: Sequence[MatchQuery]) -> list[MatchedItems]:
         """Answer the queries. All that have a vector and no allow list share one index search."""
-        together = [query for query in queries if query.basis is not Basis.POPULARITY and query.allowed is None]
+        together = [
+            query
+            for query in queries
+            if query.basis is not Basis.POPULARITY and query.allowed is None
+        ]
         found = iter(self._search_all(together) if together else [])
         answers = []
         for query in queries:
             if query.basis is Basis.POPULARITY:
                 answers.append(self._popular(query))
             else:
-                answers.append(next(found) if query.allowed is None else self._search_allowed(query))
+                answers.append(
+                    next(found) if query.allowed is None else self._search_allowed(query)
+                )
         return answers
 
     def _vector(self, query: MatchQuery) -> F32:
@@ -258,7 +284,9 @@ class Matcher:
         hidden = Hidden.of([query.hidden for query in queries])
         best = self._index.search(vectors, max(query.k for query in queries), hidden)
         answers = []
-        for query, rows, scores in zip(queries, best.items.numpy(), best.scores.numpy(), strict=True):
+        for query, rows, scores in zip(
+            queries, best.items.numpy(), best.scores.numpy(), strict=True
+        ):
             num_found = min(query.k, int(np.count_nonzero(rows >= 0)))
             # Copies: a view would keep the answers of the whole batch alive.
             answers.append(MatchedItems(rows[:num_found].copy(), scores[:num_found].copy()))

@@ -1,7 +1,8 @@
 """Save and load the vectors that matching serves: a folder with `vectors.safetensors` and `manifest.json`.
 
-Both are written aside and then renamed, so an interrupted save leaves no half of a file. The manifest names the
-version, which is the digest of `vectors.safetensors`; a tensor file with another digest is rejected.
+Both are written aside and then renamed, so an interrupted save leaves no half of a file. The
+manifest names the version, which is the digest of `vectors.safetensors`; a tensor file with another
+digest is rejected.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ class Vectors:
     in_source: npt.NDArray[np.bool_]  # [U] whether the user's vector knows source history
     popularity: I64  # [I] target edges of each item
     seen_starts: I64  # [U + 1] user u has had seen_items[seen_starts[u] : seen_starts[u + 1]]
-    seen_items: npt.NDArray[np.int32]  # [target edges] item rows, by user; where a folding decays, oldest event first
+    # [target edges] item rows, by user; where a folding decays, oldest event first
+    seen_items: npt.NDArray[np.int32]
     figures: dict[str, float]  # metrics that the training measured, by name
-    folding: Folding | JoinedFolding | None = None  # computes vectors of new histories; None: users stay as trained
+    # computes vectors of new histories; None: users stay as trained
+    folding: Folding | JoinedFolding | None = None
     source: SourceItems | None = None  # None: there is no source domain
     version: str = ""  # set by `save`
 
@@ -100,18 +103,28 @@ def save(vectors: Vectors, folder: Path) -> str:
     if (source := vectors.source) is not None:
         tensors |= {f"source.{name}": getattr(source, name) for name in _SOURCE_TENSORS}
         tensors |= {} if source.ids is None else {"source.ids": source.ids}
-    tenants = {tenant: place for place, tenant in enumerate(dict.fromkeys(key.tenant for key in vectors.user_keys))}
+    tenants = {
+        tenant: place
+        for place, tenant in enumerate(dict.fromkeys(key.tenant for key in vectors.user_keys))
+    }
     if any(tenants):
         tensors["tenant_names"], tensors["tenant_name_ends"] = _joined(list(tenants))
-        tensors["user_tenants"] = np.array([tenants[key.tenant] for key in vectors.user_keys], np.int32)
+        tensors["user_tenants"] = np.array(
+            [tenants[key.tenant] for key in vectors.user_keys], np.int32
+        )
     kind = joined = None
     if isinstance(fold := vectors.folding, JoinedFolding):
         joined = _JoinedKind(
-            encoder=_kind(fold.encoder), encoder_weight=fold.encoder_weight, popularity=fold.popularity
+            encoder=_kind(fold.encoder),
+            encoder_weight=fold.encoder_weight,
+            popularity=fold.popularity,
         )
         tensors |= {"fold.degrees": fold.degrees} | _fold_tensors(fold.encoder)
         if fold.target_states is not None and fold.source_states is not None:
-            tensors |= {"fold.target_states": fold.target_states, "fold.source_states": fold.source_states}
+            tensors |= {
+                "fold.target_states": fold.target_states,
+                "fold.source_states": fold.source_states,
+            }
     else:
         kind = _kind(fold)
         tensors |= _fold_tensors(fold)
@@ -129,7 +142,9 @@ def save(vectors: Vectors, folder: Path) -> str:
             num_users=len(vectors.user_keys),
             num_items=len(vectors.item_ids),
             dim=vectors.items.shape[1],
-            checksums={name: xxhash.xxh3_64_hexdigest(tensor.tobytes()) for name, tensor in tensors.items()},
+            checksums={
+                name: xxhash.xxh3_64_hexdigest(tensor.tobytes()) for name, tensor in tensors.items()
+            },
             figures=vectors.figures,
             folding=kind,
             joined=joined,
@@ -169,7 +184,9 @@ def load(folder: Path) -> Vectors:
             seen_starts=tensors["seen_starts"],
             seen_items=tensors["seen_items"],
             figures=about.figures,
-            folding=_joined_folding(about.joined, tensors) if about.joined else _folding(about.folding, tensors),
+            folding=_joined_folding(about.joined, tensors)
+            if about.joined
+            else _folding(about.folding, tensors),
             source=_source(tensors),
             version=about.version,
         )
@@ -186,7 +203,9 @@ def load(folder: Path) -> Vectors:
 def _joined(texts: list[str]) -> tuple[npt.NDArray[np.uint8], I64]:
     """Write texts as tensors: their bytes one after the other, and where each ends."""
     encoded = [text.encode() for text in texts]
-    return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum([len(text) for text in encoded], dtype=np.int64)
+    return np.frombuffer(b"".join(encoded), np.uint8), np.cumsum(
+        [len(text) for text in encoded], dtype=np.int64
+    )
 
 
 def _texts(joined: npt.NDArray[Any], ends: npt.NDArray[Any]) -> list[str]:
@@ -206,11 +225,17 @@ def _user_keys(tensors: dict[str, npt.NDArray[Any]], path: Path) -> list[UserKey
     if "user_tenants" in tensors:
         tenants = _texts(tensors["tenant_names"], tensors["tenant_name_ends"])
         places = tensors["user_tenants"]
-        if places.shape != (len(names),) or not all(0 <= place < len(tenants) for place in places.tolist()):
+        if places.shape != (len(names),) or not all(
+            0 <= place < len(tenants) for place in places.tolist()
+        ):
             raise DataError(
-                f"{path}: user_tenants has not one of {len(tenants)} tenants for each of {len(names)} users"
+                f"{path}: user_tenants has not one of {len(tenants)} tenants for each of "
+                f"{len(names)} users"
             )
-        keys = [UserKey(tenants[place], name) for place, name in zip(places.tolist(), names, strict=True)]
+        keys = [
+            UserKey(tenants[place], name)
+            for place, name in zip(places.tolist(), names, strict=True)
+        ]
     if len(set(keys)) < len(keys):
         raise DataError(f"{path}: a user is there twice")
     return keys
@@ -242,13 +267,20 @@ def _joined_folding(kind: _JoinedKind, tensors: dict[str, npt.NDArray[Any]]) -> 
 
 
 def _kind(fold: Folding | None) -> _FoldingKind | None:
-    return None if fold is None else _FoldingKind(norm=fold.norm, activation=fold.activation, decay=fold.decay)
+    return (
+        None
+        if fold is None
+        else _FoldingKind(norm=fold.norm, activation=fold.activation, decay=fold.decay)
+    )
 
 
 def _fold_tensors(fold: Folding | None) -> dict[str, npt.NDArray[np.generic]]:
     if fold is None:
         return {}
-    tensors: dict[str, npt.NDArray[np.generic]] = {"fold.states": fold.states, "fold.degrees": fold.degrees}
+    tensors: dict[str, npt.NDArray[np.generic]] = {
+        "fold.states": fold.states,
+        "fold.degrees": fold.degrees,
+    }
     tensors |= {} if fold.users is None else {"fold.users": fold.users}
     return tensors | ({} if fold.matrices is None else {"fold.matrices": fold.matrices})
 
@@ -256,7 +288,10 @@ def _fold_tensors(fold: Folding | None) -> dict[str, npt.NDArray[np.generic]]:
 def _source(tensors: dict[str, npt.NDArray[Any]]) -> SourceItems | None:
     if "source.seen_starts" not in tensors:
         return None
-    return SourceItems(ids=tensors.get("source.ids"), **{name: tensors[f"source.{name}"] for name in _SOURCE_TENSORS})
+    return SourceItems(
+        ids=tensors.get("source.ids"),
+        **{name: tensors[f"source.{name}"] for name in _SOURCE_TENSORS},
+    )
 
 
 def _check(vectors: Vectors, path: Path) -> None:
@@ -319,7 +354,11 @@ def _check_rows(vectors: Vectors, path: Path) -> None:
     if (source := vectors.source) is not None:
         num_source = len(source.near_duplicate_starts) - 1
         lists["source.seen"] = (source.seen_starts, source.seen_items, num_source)
-        lists["source.near_duplicate"] = (source.near_duplicate_starts, source.near_duplicate_items, num_items)
+        lists["source.near_duplicate"] = (
+            source.near_duplicate_starts,
+            source.near_duplicate_items,
+            num_items,
+        )
         if source.ids is not None and (np.diff(source.ids) <= 0).any():
             raise DataError(f"{path}: source.ids must ascend")
     for name, (starts, rows, count) in lists.items():
@@ -337,7 +376,9 @@ def _check_says_something(vectors: Vectors, path: Path) -> None:
     """
     items, who = vectors.items, vectors.in_target | vectors.in_source
     if len(items) > 1 and (items == items[0]).all():
-        raise DataError(f"{path}: all {len(items)} rows of items are the same, so every item has the same score")
+        raise DataError(
+            f"{path}: all {len(items)} rows of items are the same, so every item has the same score"
+        )
     if who.any() and not vectors.users[who].any():
         raise DataError(f"{path}: users has only zeros, so every item has the same score")
 

@@ -10,7 +10,9 @@ import pytest
 from benchmarks import hstu_model
 from tests.ops.ascend_emulator import Emulator
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU emulator cannot be built")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++ here: the CPU emulator cannot be built"
+)
 
 
 def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +35,10 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_moves_is_what_must() -> None:
     """Of a rank: scores in and out once, keys and values out of pages and into the workspace."""
     layer = hstu_model.counted(Emulator(), 600, 0, 40, seed=0, cores=4)
-    scores, rows = ({k: sum(core[k] for core in cores) for k in cores[0]} for cores in (layer.scores, layer.rows))
+    scores, rows = (
+        {k: sum(core[k] for core in cores) for k in cores[0]}
+        for cores in (layer.scores, layer.rows)
+    )
     alive = 640 // 256 * 256 + 256  # of the last block of keys the queries see some
     assert scores["mte3_bytes"] == 4 * 40 * layer.key_slots * 2
     scores_in = scores["mte2_bytes"] - 4 * 40 * alive * 2
@@ -60,4 +65,6 @@ def test_cores_have_equal_shares(cached: int, new: int, candidates: int) -> None
         assert max(took) < 1.2 * sum(took) / len(took)
     if candidates:
         loaded = sum(core["mte2_long_bytes"] for core in cores)
-        assert loaded > 0.9 * sum(core["mte2_bytes"] for core in cores), "candidates come in long loads"
+        assert loaded > 0.9 * sum(core["mte2_bytes"] for core in cores), (
+            "candidates come in long loads"
+        )

@@ -26,10 +26,15 @@ NUM_MATCHED = 60
 
 @asynccontextmanager
 async def shop(folder: Path, **server: Any) -> AsyncIterator[tuple[str, Service]]:
-    checkpoint = Checkpoint(model=tiny_model(), item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS)
+    checkpoint = Checkpoint(
+        model=tiny_model(), item_ids=item_ids(NAMES), name="tiny", action_names=ACTIONS
+    )
     save(checkpoint, folder / "checkpoint")
     ItemNames.make(NAMES, list(TITLES.values())).save(folder / "checkpoint")
-    save_vectors(make_vectors(NUM_MATCHED, item_ids=np.sort(item_ids(NAMES[:NUM_MATCHED]))), folder / "vectors")
+    save_vectors(
+        make_vectors(NUM_MATCHED, item_ids=np.sort(item_ids(NAMES[:NUM_MATCHED]))),
+        folder / "vectors",
+    )
     (folder / "popular.txt").write_text("".join(f"{name}\n" for name in NAMES[100:140]))
     sections: dict[str, Any] = {
         "match": {"vectors": str(folder / "vectors")},

@@ -65,7 +65,8 @@ def test_a_pipe_that_nobody_reads_costs_lines_and_no_time(formats_late: bool) ->
 
 
 def test_a_line_up_to_4_kb_is_one_write_and_no_write_splits_lines() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each write is one packet
+    # each write is one packet
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sizes = [10, 3000, 2000, ATOMIC_BYTES - 1, 1, 5000, 20, *[100] * 100]
     with logger_to(ours.fileno()) as (log, handler):
         for index, size in enumerate(sizes):
@@ -116,11 +117,17 @@ def test_what_cannot_be_formatted_hurts_nobody() -> None:
         log.warning("after it")
     os.close(writer)
     text = read_all(reader).decode()
-    assert text.splitlines() == ["a line of tested cannot be formatted: KeyError: 'planted'", "after it"]
+    assert text.splitlines() == [
+        "a line of tested cannot be formatted: KeyError: 'planted'",
+        "after it",
+    ]
 
 
 def test_a_destructor_may_log_while_its_thread_logs() -> None:
-    """`put` is entered again by the same thread; a queue with a lock of Python's would stop here for good."""
+    """`put` is entered again by the same thread.
+
+    A queue with a lock of Python's would stop here for good.
+    """
     reader, writer = os.pipe()
     with logger_to(writer) as (log, handler):
 

@@ -44,7 +44,9 @@ def test_what_is_no_configuration_is_rejected_in_words(text: str, words: str) ->
 
 
 def test_what_is_one_is_read() -> None:
-    assert parse("inner: {count: 3}\nnames: [a]\n", Settings, "here") == Settings(inner=Inner(count=3), names=["a"])
+    assert parse("inner: {count: 3}\nnames: [a]\n", Settings, "here") == Settings(
+        inner=Inner(count=3), names=["a"]
+    )
 
 
 @pytest.fixture
@@ -68,5 +70,7 @@ def test_keys_that_went_are_named_with_what_takes_their_place(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"inner.workers went: inner.count"):
         load(path, Settings, ["inner.workers=3"])
     for name in ("NPU_GR_FRONT__A", "NPU_GR_FRONT"):
-        with pytest.raises(ConfigError, match=f"environment: {name} went: an instance for each core"):
+        with pytest.raises(
+            ConfigError, match=f"environment: {name} went: an instance for each core"
+        ):
             gather(path, Settings, variables={name: "1"})

@@ -17,14 +17,18 @@ def events(times: list[int]) -> Events:
 
 
 @given(TIMES, TIMES)
-def test_rows_are_sorted_and_the_late_ones_of_the_request_are_counted(base: list[int], new: list[int]) -> None:
+def test_rows_are_sorted_and_the_late_ones_of_the_request_are_counted(
+    base: list[int], new: list[int]
+) -> None:
     base = sorted(base)
     times = base + new
     found = oldest_first(events(times), "sort", "history", base=len(base))
     assert found.items.tolist() == sorted(range(len(times)), key=lambda row: times[row])
     assert found.timestamps.tolist() == sorted(times)
     assert found.actions.tolist() == found.items.tolist()
-    assert found.origin.sorted_events == sum(any(other > time for other in times[:at]) for at, time in enumerate(times))
+    assert found.origin.sorted_events == sum(
+        any(other > time for other in times[:at]) for at, time in enumerate(times)
+    )
 
 
 @given(TIMES, TIMES)
@@ -33,7 +37,10 @@ def test_rows_are_rejected_by_their_index_in_the_request(base: list[int], new: l
     times = base + new
     bad = [at for at in range(max(len(base), 1), len(times)) if times[at] < times[at - 1]]
     if not bad:
-        assert oldest_first(events(times), "refuse", "history", base=len(base)).timestamps.tolist() == times
+        assert (
+            oldest_first(events(times), "refuse", "history", base=len(base)).timestamps.tolist()
+            == times
+        )
         return
     with pytest.raises(Unprocessable) as rejected:
         oldest_first(events(times), "refuse", "history", base=len(base))
@@ -44,4 +51,8 @@ def test_rows_are_rejected_by_their_index_in_the_request(base: list[int], new: l
 
 
 def test_a_base_that_is_not_in_order_is_nobodys_fault() -> None:
-    assert oldest_first(events([3, 1, 2]), "refuse", "history", base=2).timestamps.tolist() == [3, 1, 2]
+    assert oldest_first(events([3, 1, 2]), "refuse", "history", base=2).timestamps.tolist() == [
+        3,
+        1,
+        2,
+    ]

@@ -55,4 +55,6 @@ def test_a_weight_that_is_no_number_is_named(value: float) -> None:
         weight.view(-1)[3] = value
     with pytest.raises(CheckpointError) as error:
         check_weights(model, "checkpoint m")
-    assert f"1 of {weight.numel()} values of {name} are not finite, the first is {value}" in str(error.value)
+    assert (f"1 of {weight.numel()} values of {name} are not finite, the first is {value}") in str(
+        error.value
+    )

@@ -15,7 +15,13 @@ import pytest
 from npu_gr.core.errors import ConfigError, StoreFault
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.history import UserFeaturesSource, UserKey
-from npu_gr.feature_store.user_features import AsyncSource, ThreadedSource, UserFeatures, as_row, open_source
+from npu_gr.feature_store.user_features import (
+    AsyncSource,
+    ThreadedSource,
+    UserFeatures,
+    as_row,
+    open_source,
+)
 from npu_gr.history_store.store import SourceConfig
 from tests.features_of import every_feature
 
@@ -46,7 +52,9 @@ class Source:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+    async def fetch(
+        self, user: UserKey, names: Sequence[str], timeout_s: float
+    ) -> Mapping[str, Any]:
         self.asked.append((user, tuple(names)))
         await self.open.wait()
         if isinstance(self.says, Exception):
@@ -59,7 +67,9 @@ class Rig:
     def __init__(self, **changes: Any) -> None:
         self.now = 1000.0
         self.source, self.counts = Source(), Counts()
-        config = SourceConfig(**{"entry": "x:y", "timeout_s": 5.0, "fresh_s": 30.0, "stale_s": 100.0, **changes})
+        config = SourceConfig(
+            **{"entry": "x:y", "timeout_s": 5.0, "fresh_s": 30.0, "stale_s": 100.0, **changes}
+        )
         self.users = UserFeatures(self.source, config, self.counts, lambda: self.now)
 
     async def get(self, user: UserKey = USER) -> Found:
@@ -77,8 +87,15 @@ async def test_what_was_fetched_serves_until_it_is_old() -> None:
     assert await rig.get() == (FR, UserFeaturesSource.REMEMBERED, None)
     rig.now += 2
     assert await rig.get() == ({"country": "de"}, UserFeaturesSource.SOURCE, None)
-    assert await rig.get(UserKey("", "u")) == ({"country": "de"}, UserFeaturesSource.SOURCE, None), "another tenant"
-    assert (rig.counts.calls, rig.counts.reads) == (["ok"] * 3, ["source", "remembered", "source", "source"])
+    assert await rig.get(UserKey("", "u")) == (
+        {"country": "de"},
+        UserFeaturesSource.SOURCE,
+        None,
+    ), "another tenant"
+    assert (rig.counts.calls, rig.counts.reads) == (
+        ["ok"] * 3,
+        ["source", "remembered", "source", "source"],
+    )
 
 
 async def test_those_who_ask_together_get_one_answer() -> None:
@@ -101,9 +118,17 @@ async def test_a_failure_leaves_the_old_ones_and_then_none() -> None:
     assert await rig.get() == (FR, UserFeaturesSource.LAST_KNOWN, StoreFault.UNAVAILABLE)
     rig.now += 51
     assert await rig.get() == (None, UserFeaturesSource.NOTHING, StoreFault.UNAVAILABLE)
-    assert await rig.get(UserKey("", "new")) == (None, UserFeaturesSource.NOTHING, StoreFault.UNAVAILABLE)
+    assert await rig.get(UserKey("", "new")) == (
+        None,
+        UserFeaturesSource.NOTHING,
+        StoreFault.UNAVAILABLE,
+    )
     assert rig.users.lane.is_open
-    assert await rig.get(UserKey("", "new")) == (None, UserFeaturesSource.NOTHING, StoreFault.UNAVAILABLE)
+    assert await rig.get(UserKey("", "new")) == (
+        None,
+        UserFeaturesSource.NOTHING,
+        StoreFault.UNAVAILABLE,
+    )
     assert len(rig.source.asked) == 4, "the breaker asks nobody"
     rig.now += 0.06
     rig.source.says = FR
@@ -146,20 +171,41 @@ async def test_users_are_bounded() -> None:
     rig = Rig(max_users=3)
     for number in range(5):
         await rig.get(UserKey("", str(number)))
-    assert [rig.users.knows(UserKey("", str(number))) for number in range(5)] == [False, False, True, True, True]
+    assert [rig.users.knows(UserKey("", str(number))) for number in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 async def test_what_does_not_fit_is_left_out_and_told() -> None:
     rig = Rig()
-    rig.source.says = {"country": "fr", "age": "old", "tags": ["a", "b", "c", "d"], "spent": 1e300, "else": 7}
+    rig.source.says = {
+        "country": "fr",
+        "age": "old",
+        "tags": ["a", "b", "c", "d"],
+        "spent": 1e300,
+        "else": 7,
+    }
     for source in (UserFeaturesSource.SOURCE, UserFeaturesSource.REMEMBERED):
         assert await rig.get() == ({"country": "fr"}, source, StoreFault.CORRUPT)
     rig.source.says = [1, 2]
-    assert await rig.get(UserKey("", "v")) == (None, UserFeaturesSource.NOTHING, StoreFault.UNAVAILABLE)
+    assert await rig.get(UserKey("", "v")) == (
+        None,
+        UserFeaturesSource.NOTHING,
+        StoreFault.UNAVAILABLE,
+    )
 
 
 def test_values_are_read_as_a_request_brings_them() -> None:
-    said = {"country": np.str_("fr"), "tags": np.array(["b", "a"]), "age": np.float32(1.5), "spent": float("nan")}
+    said = {
+        "country": np.str_("fr"),
+        "tags": np.array(["b", "a"]),
+        "age": np.float32(1.5),
+        "spent": float("nan"),
+    }
     assert as_row(READS, said) == ({"country": "fr", "tags": ("b", "a"), "age": 1.5}, "")
     assert as_row(READS, {"tags": {"b", "a"}, "country": None}) == ({"tags": ("a", "b")}, "")
     assert as_row(READS, {"tags": [], "spent": np.int64(3)}) == ({"spent": 3}, "")
@@ -182,7 +228,9 @@ async def test_functions_and_classes_are_sources(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "source_of_a_test", types.ModuleType("x"))
     main = threading.get_ident()
 
-    def blocks(user: UserKey, names: Sequence[str], timeout_s: float, country: str = "") -> dict[str, Any]:
+    def blocks(
+        user: UserKey, names: Sequence[str], timeout_s: float, country: str = ""
+    ) -> dict[str, Any]:
         assert threading.get_ident() != main
         return {"country": country or user.user}
 
@@ -193,11 +241,15 @@ async def test_functions_and_classes_are_sources(monkeypatch: pytest.MonkeyPatch
         def __init__(self, table: dict[str, str]) -> None:
             self._table = table
 
-        async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> dict[str, Any]:
+        async def fetch(
+            self, user: UserKey, names: Sequence[str], timeout_s: float
+        ) -> dict[str, Any]:
             return {"country": self._table[user.user]}
 
     name = module(blocks=blocks, waits=waits, Made=Made, short=lambda user: {})
-    threaded = open_source(SourceConfig(entry=f"{name}:blocks", options={"country": "fr"}, max_calls=2))
+    threaded = open_source(
+        SourceConfig(entry=f"{name}:blocks", options={"country": "fr"}, max_calls=2)
+    )
     assert isinstance(threaded, ThreadedSource)
     answers = await asyncio.gather(*(threaded.fetch(USER, ("a",), 1.0) for _ in range(7)))
     assert answers == [{"country": "fr"}] * 7

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npu_gr.core.arrays import I64
-from npu_gr.handlers.cascade_plan import RecommendConfig, among, best_first, by_both, each_once, in_turns, split
+from npu_gr.handlers.cascade_plan import (
+    RecommendConfig,
+    among,
+    best_first,
+    by_both,
+    each_once,
+    in_turns,
+    split,
+)
 
 Rows = st.lists(st.lists(st.integers(0, 12), max_size=8), max_size=4)
 
@@ -42,7 +50,8 @@ def test_the_fast_ways_of_sets_are_those_of_numpy(items: list[int], others: list
 @given(scores=st.lists(st.sampled_from([float("nan"), -1.0, 0.0, 0.0, 2.5]), max_size=12))
 def test_the_best_come_first_and_the_unknown_last(scores: list[float]) -> None:
     want = sorted(
-        range(len(scores)), key=lambda i: (scores[i] != scores[i], -scores[i] if scores[i] == scores[i] else 0)
+        range(len(scores)),
+        key=lambda i: (scores[i] != scores[i], -scores[i] if scores[i] == scores[i] else 0),
     )
     assert best_first(np.array(scores, np.float32)).tolist() == want
 
@@ -62,8 +71,16 @@ Times = st.floats(0.0, 10.0)
 
 
 @settings(derandomize=True, deadline=None)
-@given(budget_s=Times, rank_s=Times, hook=st.booleans(), hook_s=st.floats(0.001, 5.0), share=st.floats(0.01, 0.99))
-def test_the_stages_share_one_deadline(budget_s: float, rank_s: float, hook: bool, hook_s: float, share: float) -> None:
+@given(
+    budget_s=Times,
+    rank_s=Times,
+    hook=st.booleans(),
+    hook_s=st.floats(0.001, 5.0),
+    share=st.floats(0.01, 0.99),
+)
+def test_the_stages_share_one_deadline(
+    budget_s: float, rank_s: float, hook: bool, hook_s: float, share: float
+) -> None:
     config = RecommendConfig(hook="a:b" if hook else None, hook_budget_s=hook_s, rank_share=share)
     retrieve_s, hook_deadline_at, rank_deadline_at = (
         at_s - 100.0 for at_s in split(100.0, 100.0 + budget_s, rank_s, config)

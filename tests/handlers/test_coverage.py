@@ -30,11 +30,19 @@ class Cascade:
 
     def __init__(self, min_ratio: float = 0.5) -> None:
         self.ranker = ItemVocabulary(ids(*range(10)))
-        self.items = {"generate": ids(0, 1, 2, 3), "match": ids(0, 1, 2, 13), "popular": ids(11, 12, 13, 3)}
+        self.items = {
+            "generate": ids(0, 1, 2, 3),
+            "match": ids(0, 1, 2, 13),
+            "popular": ids(11, 12, 13, 3),
+        }
         self.told: dict[str, float] = {}
         listed = {name: (lambda name=name: self.items[name]) for name in self.items}
         self.rule = CoverageRule(
-            min_ratio, lambda: self.ranker, listed, ("generate", "match"), lambda *told: self.told.update([told])
+            min_ratio,
+            lambda: self.ranker,
+            listed,
+            ("generate", "match"),
+            lambda *told: self.told.update([told]),
         )
 
 
@@ -54,7 +62,8 @@ async def test_too_few_at_the_start_are_rejected_in_words() -> None:
     with pytest.raises(ConfigError) as error:
         await it.rule.start()
     assert str(error.value) == (
-        "recommend: the ranker knows 3 of the 4 items of match (75 %); recommend.min_coverage is 0.9"
+        "recommend: the ranker knows 3 of the 4 items of match (75 %); recommend.min_coverage "
+        "is 0.9"
     )
     assert not it.told
 
@@ -79,7 +88,8 @@ async def test_a_new_ranker_must_know_every_source() -> None:
     await it.rule.start()
     with pytest.raises(ConfigError, match="1 of the 4 items of generate"):
         await it.rule.check(ItemVocabulary(ids(0, 13)))
-    with pytest.raises(ConfigError, match="0 of the 4 items of match"):  # an empty ranker is one, too
+    # an empty ranker is one, too
+    with pytest.raises(ConfigError, match="0 of the 4 items of match"):
         await it.rule.check(ItemVocabulary(ids(8)), {"generate": lambda: ids()})
     assert it.told["generate"] == 1.0
 
@@ -92,7 +102,8 @@ async def test_what_is_no_worse_than_now_is_not_rejected() -> None:
         await before(lambda: it.items["match"])
     assert it.told["match"] == 0.25
     await it.rule.check()  # a reload of the settings alone
-    await it.rule.check(ItemVocabulary(ids(0, 1, 2, 3, 20)))  # a better ranker, though not good enough
+    # a better ranker, though not good enough
+    await it.rule.check(ItemVocabulary(ids(0, 1, 2, 3, 20)))
     with pytest.raises(ConfigError):
         await it.rule.check(ItemVocabulary(ids(1, 2, 3)))
 
@@ -111,7 +122,9 @@ async def test_a_new_source_concerns_itself_alone() -> None:
 
 
 async def test_a_source_that_the_cascade_does_not_ask_is_not_measured() -> None:
-    rule = CoverageRule(0.9, lambda: ItemVocabulary(ids(1)), {}, (), lambda *_: pytest.fail("measured"))
+    rule = CoverageRule(
+        0.9, lambda: ItemVocabulary(ids(1)), {}, (), lambda *_: pytest.fail("measured")
+    )
     await rule.start()
     async with rule.replacing("generate") as before:
         await before(lambda: ids(5))

@@ -54,7 +54,10 @@ class Asked:
             1_700_000_000 + random.integers(0, 9999, num_events).cumsum(),
         )
         self.events = Events(
-            self.events.items, self.events.actions, self.events.timestamps, features=self.of("event", self.columns)
+            self.events.items,
+            self.events.actions,
+            self.events.timestamps,
+            features=self.of("event", self.columns),
         )
         self.user, self.late = row(features, "user", random), row(features, "request", random)
         self.candidates = random.integers(0, 300, 7) + FIRST_ID
@@ -62,7 +65,9 @@ class Asked:
 
     def of(self, of: Of, columns: dict[str, list[Any]]) -> Columns:
         num_rows = len(next(iter(columns.values()), ()))
-        return as_columns({one.name: one for one in self.features if one.of == of}, columns, num_rows)
+        return as_columns(
+            {one.name: one for one in self.features if one.of == of}, columns, num_rows
+        )
 
     def history(self, begin: int = 0, end: int | None = None, **more: Any) -> HistoryRef:
         return HistoryRef(events=self.events[begin:end], **{"user_features": self.user, **more})
@@ -142,7 +147,9 @@ async def test_every_way_to_a_prefix_gives_the_bits_of_a_full_inference(
                 assert np.array_equal(logits(answer), want)
 
             user = UserKey("", f"{turn} hit")
-            sent = await service.serve(SIGNAL, SignalRequest(user=user, history=one.history()), BUDGET_S)
+            sent = await service.serve(
+                SIGNAL, SignalRequest(user=user, history=one.history()), BUDGET_S
+            )
             await relay.settled()
             same(await ranked(service, one.request(user.user, one.history())), Outcome.HBM_HIT)
             by_name = HistoryRef(base=sent.history.fingerprint)
@@ -153,38 +160,55 @@ async def test_every_way_to_a_prefix_gives_the_bits_of_a_full_inference(
             same(await ranked(service, one.request(user.user, one.history())), Outcome.DRAM_HIT)
 
             user = UserKey("", f"{turn} delta")
-            older = await service.serve(SIGNAL, SignalRequest(user=user, history=one.history(0, cut)), BUDGET_S)
+            older = await service.serve(
+                SIGNAL, SignalRequest(user=user, history=one.history(0, cut)), BUDGET_S
+            )
             await relay.settled()
             delta = HistoryRef(events=one.events[cut:], base=older.history.fingerprint)
             same(await ranked(service, one.request(user.user, delta)), Outcome.HBM_HIT)
             batch += [(one.request(f"{turn} {way}", one.history()), want) for way in ("a", "b")]
         plain = Asked((), 9, 5).request("plain", HistoryRef(events=Asked((), 9, 5).events))
-        answers = await asyncio.gather(*(ranked(service, request) for request, _ in batch), ranked(service, plain))
+        answers = await asyncio.gather(
+            *(ranked(service, request) for request, _ in batch), ranked(service, plain)
+        )
         for answer, (_, want) in zip(answers, batch, strict=False):
-            assert np.array_equal(logits(answer), want), "beside others, and one without any feature"
+            assert np.array_equal(logits(answer), want), (
+                "beside others, and one without any feature"
+            )
         lacking = {f"{one.of}.{one.name}" for one in features if one.of != "item"}
         assert set(answers[-1].missing_features) == lacking
 
 
 @pytest.mark.parametrize("user_tokens", ["sum", "each"])
-async def test_the_users_features_are_a_part_of_the_prefix(tmp_path: Path, user_tokens: str) -> None:
+async def test_the_users_features_are_a_part_of_the_prefix(
+    tmp_path: Path, user_tokens: str
+) -> None:
     write_checkpoint(tmp_path / "checkpoint", features=every_feature(), user_tokens=user_tokens)
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         relay = service.versions.ranker().relay
         one = Asked(every_feature(), 20, 0)
-        signal = SignalRequest(user=UserKey("", "u"), history=one.history(user_features={"country": "fr"}))
+        signal = SignalRequest(
+            user=UserKey("", "u"), history=one.history(user_features={"country": "fr"})
+        )
         sent = await service.serve(SIGNAL, signal, BUDGET_S)
         await relay.settled()
-        other = await ranked(service, one.request("u", one.history(user_features={"country": "de"})))
+        other = await ranked(
+            service, one.request("u", one.history(user_features={"country": "de"}))
+        )
         assert (other.outcome, other.reason) == (Outcome.MISS_FULL, Reason.FINGERPRINT_MISMATCH)
         without = await ranked(service, one.request("u", one.history(user_features=None)))
         assert without.reason is Reason.FINGERPRINT_MISMATCH
         replaced = HistoryRef(base=sent.history.fingerprint, user_features={"country": "de"})
         again = await ranked(service, one.request("u", replaced))
-        assert again.history.fingerprint == other.history.fingerprint, "given beside a base, they take its place"
+        assert again.history.fingerprint == other.history.fingerprint, (
+            "given beside a base, they take its place"
+        )
         assert np.array_equal(logits(again), logits(other))
         assert not np.array_equal(logits(without), logits(other))
-        late = replace(one.request("u", one.history(user_features={"country": "fr"})), request_features={"age": 9.0})
+        late = replace(
+            one.request("u", one.history(user_features={"country": "fr"})),
+            request_features={"age": 9.0},
+        )
         assert (await ranked(service, late)).outcome is Outcome.HBM_HIT, "the request's are not"
 
 
@@ -193,21 +217,36 @@ async def test_a_user_without_events_has_features(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "checkpoint", features=every_feature())
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
         one = Asked(every_feature(), 0, 0)
-        answer = await ranked(service, one.request("u", one.history(user_features={"country": "fr"})))
+        answer = await ranked(
+            service, one.request("u", one.history(user_features={"country": "fr"}))
+        )
         assert answer.history.num_tokens == 1
-        other = await ranked(service, one.request("u", one.history(user_features={"country": "de"})))
+        other = await ranked(
+            service, one.request("u", one.history(user_features={"country": "de"}))
+        )
         assert not np.array_equal(logits(answer), logits(other))
-        later = replace(one.request("u", one.history(user_features={"country": "fr"})), timestamp=NOW + 10**8)
+        later = replace(
+            one.request("u", one.history(user_features={"country": "fr"})), timestamp=NOW + 10**8
+        )
         assert np.array_equal(logits(await ranked(service, later)), logits(answer))
 
 
 async def test_what_is_computed_is_what_counting_by_hand_gives(tmp_path: Path) -> None:
-    """Of the history and the time of the request, by the names of the schema alone; nobody may send it."""
+    """Of the history and the time of the request, by the names of the schema alone.
+
+    Nobody may send it.
+    """
     features = (
         Feature(name="seen", of="cross", kind="number", computed="events"),
         Feature(name="liked", of="cross", kind="number", computed="events", actions=("like",)),
         Feature(name="ago", of="cross", kind="number", computed="recency", borders=(10.0, 18.0)),
-        Feature(name="hour", of="request", kind="category", values=tuple(map(str, range(24))), computed="hour"),
+        Feature(
+            name="hour",
+            of="request",
+            kind="category",
+            values=tuple(map(str, range(24))),
+            computed="hour",
+        ),
     )
     write_checkpoint(tmp_path / "checkpoint", features=features)
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
@@ -230,7 +269,10 @@ async def test_what_is_computed_is_what_counting_by_hand_gives(tmp_path: Path) -
 
 
 async def test_a_cascade_over_one_shared_encoder_reads_the_request(tmp_path: Path) -> None:
-    """NEXT and the candidates read it; what the caller cannot say of items that it does not know is missing."""
+    """NEXT and the candidates read it.
+
+    What the caller cannot say of items that it does not know is missing.
+    """
     seen = Feature(name="ago", of="cross", kind="number", computed="recency_by:genre")
     hour = Feature(name="hour", of="request", kind="category", values=("7", "8"), computed="hour")
     features = (*every_feature(), seen, hour)
@@ -241,12 +283,20 @@ async def test_a_cascade_over_one_shared_encoder_reads_the_request(tmp_path: Pat
 
         async def recommended(late: OneRow) -> RecommendAnswer:
             request = RecommendRequest(
-                user=UserKey("", "u"), history=one.history(), num_items=30, timestamp=NOW, request_features=late
+                user=UserKey("", "u"),
+                history=one.history(),
+                num_items=30,
+                timestamp=NOW,
+                request_features=late,
             )
             return await service.serve(RECOMMEND, request, budget_s=BUDGET_S)
 
         found = await recommended({"country": "fr"})
-        request = replace(one.request("v", one.history()), request_features={"country": "fr"}, cross_features=Columns())
+        request = replace(
+            one.request("v", one.history()),
+            request_features={"country": "fr"},
+            cross_features=Columns(),
+        )
         scored = await ranked(service, replace(request, candidates=found.item_ids))
         assert np.array_equal(found.scores, scored.scores["click"])
         assert found.missing_features == scored.missing_features
@@ -263,6 +313,8 @@ async def test_what_does_not_fit_is_rejected(tmp_path: Path) -> None:
         with pytest.raises(Unprocessable, match=r"features\.user\.colour: no feature of the model"):
             await ranked(service, one.request("u", one.history(user_features={"colour": 1})))
         with pytest.raises(Unprocessable, match=r"features\.request\.age: row 0 is a text"):
-            await ranked(service, replace(one.request("u", one.history()), request_features={"age": "old"}))
+            await ranked(
+                service, replace(one.request("u", one.history()), request_features={"age": "old"})
+            )
         async with asyncio.timeout(1):
             await service.versions.ranker().use.wait_free()

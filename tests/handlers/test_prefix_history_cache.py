@@ -21,7 +21,11 @@ def test_the_least_recently_used_goes_first() -> None:
         known.remember(UserKey("", name), "f", KnownHistory(events(10), 0))
     assert known.find(UserKey("", "a"), "f") is not None
     known.remember(UserKey("", "d"), "f", KnownHistory(events(10), 0))
-    assert [name for name in "abcd" if known.find(UserKey("", name), "f") is not None] == ["a", "c", "d"]
+    assert [name for name in "abcd" if known.find(UserKey("", name), "f") is not None] == [
+        "a",
+        "c",
+        "d",
+    ]
 
 
 def test_what_is_too_large_is_not_kept() -> None:
@@ -38,7 +42,9 @@ def test_a_slice_does_not_keep_what_it_was_cut_from() -> None:
     assert kept is not None
     assert kept.first_index == 4990
     assert kept.events.fingerprint() == history[4990:].fingerprint()
-    assert all(row.base is None for row in (kept.events.items, kept.events.actions, kept.events.timestamps))
+    assert all(
+        row.base is None for row in (kept.events.items, kept.events.actions, kept.events.timestamps)
+    )
 
 
 def remembered(known: PrefixHistoryCache, tenant: str, count: int) -> int:
@@ -79,7 +85,10 @@ def test_what_a_tenant_left_behind_goes_first() -> None:
 @settings(deadline=None, derandomize=True)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from(USERS), st.sampled_from("fgh"), st.integers(0, 60), st.booleans()), max_size=40
+        st.tuples(
+            st.sampled_from(USERS), st.sampled_from("fgh"), st.integers(0, 60), st.booleans()
+        ),
+        max_size=40,
     )
 )
 def test_bytes_add_up(steps: list[tuple[UserKey, str, int, bool]]) -> None:

@@ -36,7 +36,10 @@ SECTIONS: dict[str, Any] = {"service": {"max_history_tokens": WINDOW, "cut_step_
 
 
 def history(
-    num_events: int, unknown_ratio: float, random: np.random.Generator, features: tuple[Feature, ...] = ()
+    num_events: int,
+    unknown_ratio: float,
+    random: np.random.Generator,
+    features: tuple[Feature, ...] = (),
 ) -> Events:
     """Events of which a share is of items that the model lacks, times that may be equal."""
     items = random.integers(0, NUM_ITEMS, num_events) + FIRST_ID
@@ -56,7 +59,9 @@ async def in_deltas(service: Service, user: UserKey, events: Events, cuts: list[
     """Send the history up to the first cut, then delta by delta on what the answer before named."""
     answer = await ranked(service, user, HistoryRef(events=events[: cuts[0]]))
     for begin, end in zip(cuts, [*cuts[1:], len(events)], strict=True):
-        answer = await ranked(service, user, HistoryRef(events=events[begin:end], base=answer.history.fingerprint))
+        answer = await ranked(
+            service, user, HistoryRef(events=events[begin:end], base=answer.history.fingerprint)
+        )
     return answer
 
 
@@ -69,11 +74,15 @@ def assert_same(got: RankAnswer, want: RankAnswer) -> None:
         theirs.unknown_items,
     )
     for task, scores in want.scores.items():
-        assert np.array_equal(got.scores[task], scores), f"{task}: {abs(got.scores[task] - scores).max():.2g}"
+        assert np.array_equal(got.scores[task], scores), (
+            f"{task}: {abs(got.scores[task] - scores).max():.2g}"
+        )
 
 
 @pytest.mark.parametrize("unknown_ratio", [0.0, 0.1, 0.6])
-async def test_any_way_to_send_a_history_gives_the_same_bits(tmp_path: Path, unknown_ratio: float) -> None:
+async def test_any_way_to_send_a_history_gives_the_same_bits(
+    tmp_path: Path, unknown_ratio: float
+) -> None:
     """With random features of events, but for the first."""
     random = np.random.default_rng(int(unknown_ratio * 10))
     features = tuple(one for one in random_features(random) if one.of == "event" and unknown_ratio)
@@ -89,15 +98,23 @@ async def test_any_way_to_send_a_history_gives_the_same_bits(tmp_path: Path, unk
             assert want.history.cut_tokens % STEP == 0
             assert_same(await in_deltas(service, users[1], events, cuts), want)
             for part in (events[: cuts[0]], events[cuts[0] :]):
-                await service.serve(EVENTS, EventsRequest(user=users[2], events=part), budget_s=BUDGET_S)
+                await service.serve(
+                    EVENTS, EventsRequest(user=users[2], events=part), budget_s=BUDGET_S
+                )
             assert_same(await ranked(service, users[2], HistoryRef()), want)
             sent = await service.serve(
-                SIGNAL, SignalRequest(user=users[3], history=HistoryRef(events=events)), budget_s=BUDGET_S
+                SIGNAL,
+                SignalRequest(user=users[3], history=HistoryRef(events=events)),
+                budget_s=BUDGET_S,
             )
-            assert_same(await ranked(service, users[3], HistoryRef(base=sent.history.fingerprint)), want)
+            assert_same(
+                await ranked(service, users[3], HistoryRef(base=sent.history.fingerprint)), want
+            )
 
 
-async def test_a_rank_by_a_delta_finds_the_prefix_of_a_signal_with_the_whole(tmp_path: Path) -> None:
+async def test_a_rank_by_a_delta_finds_the_prefix_of_a_signal_with_the_whole(
+    tmp_path: Path,
+) -> None:
     """Beyond the window, which moved, with unknown items: the pre-infer is not wasted."""
     random = np.random.default_rng(7)
     async with serving(tmp_path, watched=False, **SECTIONS) as (_, service):
@@ -126,25 +143,35 @@ async def test_unknown_items_that_part_two_histories_part_their_names(tmp_path: 
 
 
 async def test_a_prompt_is_the_same_however_its_history_comes(tmp_path: Path) -> None:
-    """Deltas and the store bring the newest events alone; the prompt has room for fewer, and skips what it lacks."""
+    """Deltas and the store bring the newest events alone.
+
+    The prompt has room for fewer, and skips what it lacks.
+    """
     random = np.random.default_rng(5)
     sections = {**SECTIONS, "generate": section(tmp_path, cut_step_items=4)}
     async with serving(tmp_path, watched=False, **sections) as (_, service):
 
         async def generated(user: UserKey, ref: HistoryRef) -> GenerateAnswer:
-            request = GenerateRequest(user=user, history=ref, num_items=5, beam_width=8, exclude_seen=False)
+            request = GenerateRequest(
+                user=user, history=ref, num_items=5, beam_width=8, exclude_seen=False
+            )
             return await service.serve(GENERATE, request, budget_s=BUDGET_S)
 
         for turn in range(12):
             events = history(int(random.integers(2, 4 * WINDOW)), 0.0, random)
-            events.items[:] = random.integers(0, 150, len(events))  # of which the catalogue has a third
+            # of which the catalogue has a third
+            events.items[:] = random.integers(0, 150, len(events))
             events.items[-1] = 1
             cut = int(random.integers(1, len(events)))
-            whole, delta, stored = (UserKey("", f"{turn}-{way}") for way in ("whole", "delta", "store"))
+            whole, delta, stored = (
+                UserKey("", f"{turn}-{way}") for way in ("whole", "delta", "store")
+            )
             want = await generated(whole, HistoryRef(events=events))
             first = SignalRequest(user=delta, history=HistoryRef(events=events[:cut]))
             base = (await service.serve(SIGNAL, first, budget_s=BUDGET_S)).history.fingerprint
-            await service.serve(EVENTS, EventsRequest(user=stored, events=events), budget_s=BUDGET_S)
+            await service.serve(
+                EVENTS, EventsRequest(user=stored, events=events), budget_s=BUDGET_S
+            )
             for got in (
                 await generated(delta, HistoryRef(events=events[cut:], base=base)),
                 await generated(stored, HistoryRef()),

@@ -45,7 +45,9 @@ class Online:
         self.said: Mapping[str, Any] | None = FR
         self.num_calls = 0
 
-    async def fetch(self, user: UserKey, names: Sequence[str], timeout_s: float) -> Mapping[str, Any]:
+    async def fetch(
+        self, user: UserKey, names: Sequence[str], timeout_s: float
+    ) -> Mapping[str, Any]:
         self.num_calls += 1
         if self.said is None:
             await asyncio.Event().wait()
@@ -78,7 +80,10 @@ async def signalled(service: Service, user: str, ref: HistoryRef) -> str:
 
 
 async def test_they_are_those_of_a_request(tmp_path: Path, online: Online) -> None:
-    """The same bits and the same prefix, by every way to a history; who brings his own asks nobody."""
+    """The same bits and the same prefix, by every way to a history.
+
+    Who brings his own asks nobody.
+    """
     write_checkpoint(tmp_path / "checkpoint", features=every_feature(), retrieval=True)
     cascade: dict[str, Any] = {"recommend": {"sources": {"shared_encoder": 20}}}
     async with serving(tmp_path, watched=False, **sections(), **cascade) as (_, service):
@@ -94,10 +99,14 @@ async def test_they_are_those_of_a_request(tmp_path: Path, online: Online) -> No
         assert np.array_equal(logits(fetched), logits(want))
         assert fetched.history.fingerprint == want.history.fingerprint
         assert fetched.history.user_features == FETCHED
-        assert not [name for name in fetched.missing_features if name in ("user.country", "user.age")]
+        assert not [
+            name for name in fetched.missing_features if name in ("user.country", "user.age")
+        ]
         for user, part in (("signal", bare), ("store", HistoryRef())):
             if user == "store":
-                await service.serve(EVENTS, EventsRequest(user=UserKey("", user), events=one.events), BUDGET_S)
+                await service.serve(
+                    EVENTS, EventsRequest(user=UserKey("", user), events=one.events), BUDGET_S
+                )
             before = online.num_calls
             await signalled(service, user, part)
             hit = await ranked(service, one, user, part)
@@ -110,7 +119,13 @@ async def test_they_are_those_of_a_request(tmp_path: Path, online: Online) -> No
         assert delta.history.user_features is None, "a base remembers them"
         found = await service.serve(
             RECOMMEND,
-            RecommendRequest(user=UserKey("", "rec"), history=bare, num_items=5, timestamp=NOW, request_features={}),
+            RecommendRequest(
+                user=UserKey("", "rec"),
+                history=bare,
+                num_items=5,
+                timestamp=NOW,
+                request_features={},
+            ),
             BUDGET_S,
         )
         assert found.history.user_features == FETCHED
@@ -131,36 +146,54 @@ async def test_features_that_change_are_another_prefix(tmp_path: Path, online: O
         assert answer.history.fingerprint != base
         by_name = await ranked(service, one, "u", HistoryRef(base=base))
         assert by_name.outcome is Outcome.HBM_HIT, "whoever names the signal's gets the signal's"
-        assert np.array_equal(logits(by_name), logits(await ranked(service, one, "v", one.history(user_features=FR))))
+        assert np.array_equal(
+            logits(by_name), logits(await ranked(service, one, "v", one.history(user_features=FR)))
+        )
 
 
-async def test_a_source_that_hangs_costs_its_time_and_no_slot(tmp_path: Path, online: Online) -> None:
+async def test_a_source_that_hangs_costs_its_time_and_no_slot(
+    tmp_path: Path, online: Online
+) -> None:
     write_checkpoint(tmp_path / "checkpoint", features=every_feature())
     tight = {"timeout_s": 0.02, "max_calls": 2, "max_failures": 2, "fresh_s": 0}
-    async with serving(tmp_path, watched=False, admission={"max_inflight": 1}, **sections(**tight)) as (_, service):
+    async with serving(
+        tmp_path, watched=False, admission={"max_inflight": 1}, **sections(**tight)
+    ) as (_, service):
         one = Asked(every_feature(), 30, 2)
         bare = one.history(user_features=None)
         await ranked(service, one, "known", bare)
         online.said = None
         shorter = one.history(0, 20, user_features=None)
-        known, new = await asyncio.gather(ranked(service, one, "known", shorter), ranked(service, one, "new", bare))
+        known, new = await asyncio.gather(
+            ranked(service, one, "known", shorter), ranked(service, one, "new", bare)
+        )
         stale = UserFeaturesOrigin(UserFeaturesSource.LAST_KNOWN, StoreFault.SLOW)
         assert known.history.user_features == stale
-        assert new.history.user_features == UserFeaturesOrigin(UserFeaturesSource.NOTHING, StoreFault.SLOW)
+        assert new.history.user_features == UserFeaturesOrigin(
+            UserFeaturesSource.NOTHING, StoreFault.SLOW
+        )
         assert "user.country" in new.missing_features
-        assert np.array_equal(logits(new), logits(await ranked(service, one, "x", one.history(user_features={}))))
-        answers = await asyncio.gather(*(ranked(service, one, f"u{number}", bare) for number in range(6)))
-        faults = {answer.history.user_features.fault for answer in answers if answer.history.user_features}
+        assert np.array_equal(
+            logits(new), logits(await ranked(service, one, "x", one.history(user_features={})))
+        )
+        answers = await asyncio.gather(
+            *(ranked(service, one, f"u{number}", bare) for number in range(6))
+        )
+        faults = {
+            answer.history.user_features.fault for answer in answers if answer.history.user_features
+        }
         assert faults <= {StoreFault.SLOW, StoreFault.BUSY}
         assert len(answers) == 6
         base = new.history.fingerprint
         online.said = FR
         async with asyncio.timeout(10):
-            while (again := await ranked(service, one, "new", HistoryRef(base=base))).history.user_features != FETCHED:
+            while (
+                again := await ranked(service, one, "new", HistoryRef(base=base))
+            ).history.user_features != FETCHED:
                 await asyncio.to_thread(time.sleep, 0.01)  # until the breaker tries again
-        assert np.array_equal(logits(again), logits(await ranked(service, one, "y", one.history(user_features=FR)))), (
-            "a base whose source failed asks again"
-        )
+        assert np.array_equal(
+            logits(again), logits(await ranked(service, one, "y", one.history(user_features=FR)))
+        ), "a base whose source failed asks again"
         online.said = {"country": "de"}
         newer = await ranked(service, one, "known", HistoryRef(base=known.history.fingerprint))
         assert newer.history.user_features == FETCHED, "and one that had old ones"
@@ -180,11 +213,15 @@ async def test_an_erased_user_has_none(tmp_path: Path, online: Online) -> None:
         assert not (await service.knows(user))["histories"]
 
 
-async def test_a_model_without_features_of_users_asks_nobody(tmp_path: Path, online: Online) -> None:
+async def test_a_model_without_features_of_users_asks_nobody(
+    tmp_path: Path, online: Online
+) -> None:
     write_checkpoint(tmp_path / "checkpoint", features=every_feature(("event", "cross")))
     async with serving(tmp_path, watched=False, **sections()) as (_, service):
         one = Asked(every_feature(("event", "cross")), 9, 3)
-        request = RankRequest(user=UserKey("", "u"), candidates=one.candidates, history=HistoryRef(events=one.events))
+        request = RankRequest(
+            user=UserKey("", "u"), candidates=one.candidates, history=HistoryRef(events=one.events)
+        )
         answer = await service.serve(RANK, replace(request, timestamp=NOW), budget_s=BUDGET_S)
         assert answer.history.user_features is None
         assert online.num_calls == 0

@@ -22,7 +22,9 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(params=["embedded", "redis"])
 async def config(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HistoryConfig]:
     if request.param == "embedded":
-        yield HistoryConfig(kind="embedded", path=str(tmp_path / "deep" / "h.db"), max_events_per_user=1000)
+        yield HistoryConfig(
+            kind="embedded", path=str(tmp_path / "deep" / "h.db"), max_events_per_user=1000
+        )
         return
     import redis.asyncio as redis
 

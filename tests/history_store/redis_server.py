@@ -14,12 +14,26 @@ import pytest
 
 @contextmanager
 def redis_path(folder: Path, *options: str) -> Iterator[str]:
-    """Run a server, and yield the path of its socket; skip the test where there is no redis-server."""
+    """Run a server, and yield the path of its socket.
+
+    Skip the test where there is no redis-server.
+    """
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
     socket = folder / "redis.sock"
-    command = [binary, "--port", "0", "--unixsocket", str(socket), "--dir", str(folder), "--save", "", *options]
+    command = [
+        binary,
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--dir",
+        str(folder),
+        "--save",
+        "",
+        *options,
+    ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
             for _ in range(200):

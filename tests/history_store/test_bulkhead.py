@@ -128,7 +128,9 @@ def test_whatever_happens_it_recovers(works: bool, steps: list[str]) -> None:
             if era is not None:
                 out.append(era)
         elif out:
-            {"ok": breaker.succeeded, "bad": breaker.failed, "give up": breaker.given_up}[step](out.pop())
+            {"ok": breaker.succeeded, "bad": breaker.failed, "give up": breaker.given_up}[step](
+                out.pop()
+            )
     for era in out:
         breaker.given_up(era)
     for _ in range(10):
@@ -140,7 +142,9 @@ def test_whatever_happens_it_recovers(works: bool, steps: list[str]) -> None:
 
 
 USER = UserKey("t", "u")
-SHORT = HistoryConfig(read_timeout_s=0.03, timeout_s=0.1, max_calls=3, max_queue=2, max_failures=3, retry_s=0.01)
+SHORT = HistoryConfig(
+    read_timeout_s=0.03, timeout_s=0.1, max_calls=3, max_queue=2, max_failures=3, retry_s=0.01
+)
 
 
 class Seen:
@@ -181,7 +185,9 @@ class Scripted:
         await self._do()
         return 1
 
-    async def write_many(self, batch: Sequence[Write]) -> list[Written | StoreFailed | Unprocessable]:
+    async def write_many(
+        self, batch: Sequence[Write]
+    ) -> list[Written | StoreFailed | Unprocessable]:
         await self._do()
         return [Written(1, 1)] * len(batch)
 
@@ -219,7 +225,10 @@ async def fault_of(call: asyncio.Future[object] | asyncio.Task[object]) -> Store
 async def test_a_store_that_hangs_holds_its_calls_and_no_caller() -> None:
     guard, store, seen = made()
     store.release.clear()
-    reads = [asyncio.ensure_future(fault_of(asyncio.ensure_future(guard.read(USER, 9)))) for _ in range(12)]
+    reads = [
+        asyncio.ensure_future(fault_of(asyncio.ensure_future(guard.read(USER, 9))))
+        for _ in range(12)
+    ]
     faults = Counter(await asyncio.gather(*reads))
     assert faults == {StoreFault.SLOW: 3, StoreFault.BUSY: 9}
     assert store.most == 3  # and all of them are still there
@@ -257,7 +266,10 @@ async def until_closed(guard: GuardedStore) -> None:
 async def test_appends_that_hang_stop_no_read() -> None:
     guard, store, _ = made()
     store.release.clear()
-    appends = [asyncio.ensure_future(fault_of(asyncio.ensure_future(guard.append(USER, events(1))))) for _ in range(9)]
+    appends = [
+        asyncio.ensure_future(fault_of(asyncio.ensure_future(guard.append(USER, events(1)))))
+        for _ in range(9)
+    ]
     await settled()
     assert store.most == 3
     store.most = 0
@@ -306,7 +318,10 @@ async def test_a_caller_that_gives_up_in_the_queue_never_begins() -> None:
 
 async def test_what_is_wrong_with_one_entry_opens_nothing() -> None:
     guard, store, seen = made()
-    for error in (StoreFailed("a checksum is wrong", StoreFault.CORRUPT), Unprocessable("idempotency_key: ...")):
+    for error in (
+        StoreFailed("a checksum is wrong", StoreFault.CORRUPT),
+        Unprocessable("idempotency_key: ..."),
+    ):
         store.error = error
         for _ in range(9):
             with pytest.raises(type(error)):
@@ -316,9 +331,13 @@ async def test_what_is_wrong_with_one_entry_opens_nothing() -> None:
     await guard.close()
 
 
-async def test_failures_are_logged_with_their_cause_but_not_each(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failures_are_logged_with_their_cause_but_not_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store, seen = Scripted(), Seen()
-    store.error = StoreFailed("the history store cannot be written: database or disk is full", StoreFault.DISK_FULL)
+    store.error = StoreFailed(
+        "the history store cannot be written: database or disk is full", StoreFault.DISK_FULL
+    )
     now = [0.0]
     config = HistoryConfig(max_failures=1000)
     guard = GuardedStore(store, config, seen, clock=lambda: now[0])
@@ -332,7 +351,8 @@ async def test_failures_are_logged_with_their_cause_but_not_each(caplog: pytest.
     lines = [record.getMessage() for record in caplog.records]
     assert lines == [
         "append: the history store cannot be written: database or disk is full",
-        "append: the history store cannot be written: database or disk is full (and 17 more before it)",
+        "append: the history store cannot be written: database or disk is full (and 17 more "
+        "before it)",
     ]
     assert seen.calls == {("append", "disk_full"): 19}
     await guard.close()
@@ -383,7 +403,10 @@ async def test_a_full_disk_has_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["hang", "late", "reset", "half"])
 async def test_redis_behind_a_network_that_fails(mode: str, tmp_path: Path) -> None:
-    """Each fault opens the breaker within a few calls; once it is over, calls succeed again within a moment."""
+    """Each fault opens the breaker within a few calls.
+
+    Once it is over, calls succeed again within a moment.
+    """
     with redis_path(tmp_path) as path:
         async with FaultProxy(None, None, path=path) as proxy:
             config = HistoryConfig(

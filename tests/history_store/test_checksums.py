@@ -50,7 +50,9 @@ def config(path: Path) -> HistoryConfig:
 def fill(path: Path) -> None:
     async def work() -> None:
         store = EmbeddedStore(config(path))
-        await store.write_many([Write(user(n), events(length(n), seed=n)) for n in range(NUM_USERS)])
+        await store.write_many(
+            [Write(user(n), events(length(n), seed=n)) for n in range(NUM_USERS)]
+        )
         await store.append(user(0), events(5, seed=99), "a key")
         await store.close()
 
@@ -64,7 +66,10 @@ def sql(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def outcomes(path: Path) -> tuple[list[int], list[int]]:
-    """Users who are read as they were, and users who fail; a test fails if anybody's history is another one."""
+    """Users who are read as they were, and users who fail.
+
+    A test fails if anybody's history is another one.
+    """
 
     async def work() -> tuple[list[int], list[int]]:
         store = EmbeddedStore(config(path))
@@ -111,7 +116,9 @@ def test_a_flipped_byte_is_found(path: Path, at: int) -> None:
     """Whatever byte of whatever field of an event: SQLite notices nothing, the checksum does."""
     key = key_bytes(user(7))
     with sql(path) as db:
-        (data,) = db.execute("SELECT data FROM chunks WHERE user = ? AND chunk = 0", (key,)).fetchone()
+        (data,) = db.execute(
+            "SELECT data FROM chunks WHERE user = ? AND chunk = 0", (key,)
+        ).fetchone()
         spoilt = bytearray(data)
         spoilt[at] ^= 4
         db.execute("UPDATE chunks SET data = ? WHERE user = ? AND chunk = 0", (bytes(spoilt), key))
@@ -184,7 +191,9 @@ def spoil(path: Path, page: int) -> None:
 
 
 @pytest.mark.parametrize("part", [0.3, 0.5, 0.7, 0.9])
-def test_a_spoilt_page_costs_its_users_and_no_other(path: Path, tmp_path: Path, part: float) -> None:
+def test_a_spoilt_page_costs_its_users_and_no_other(
+    path: Path, tmp_path: Path, part: float
+) -> None:
     num_pages = path.stat().st_size // 4096
     spoil(path, int(num_pages * part))
     good, bad = outcomes(path)
@@ -214,7 +223,9 @@ def outcomes_of_repaired(path: Path) -> tuple[list[int], list[int]]:
                 continue
             less.append(number)
             rows = {one.tobytes() for one in np.frombuffer(pack(wanted), f"V{EVENT.itemsize}")}
-            assert all(one.tobytes() in rows for one in np.frombuffer(pack(read), f"V{EVENT.itemsize}"))
+            assert all(
+                one.tobytes() in rows for one in np.frombuffer(pack(read), f"V{EVENT.itemsize}")
+            )
         await store.close()
         return complete, less
 
@@ -251,7 +262,10 @@ def test_the_start_tells(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "npu_gr.history_store.embedded_check"):
         asyncio.run(opened_health(path, 0))
         with sql(path) as db:
-            db.execute("UPDATE chunks SET data = zeroblob(length(data)) WHERE user = ?", (key_bytes(user(7)),))
+            db.execute(
+                "UPDATE chunks SET data = zeroblob(length(data)) WHERE user = ?",
+                (key_bytes(user(7)),),
+            )
         asyncio.run(opened_health(path, 1))
     assert "no damage" in caplog.records[0].message
     assert caplog.records[1].levelno == logging.ERROR
@@ -278,13 +292,16 @@ def test_an_older_file_is_read_and_gets_its_checksums(tmp_path: Path) -> None:
     key, history = key_bytes(user(1)), events(300)
     with sql(path) as db:
         db.executescript(
-            "CREATE TABLE users (user BLOB PRIMARY KEY, first INTEGER, total INTEGER) WITHOUT ROWID;"
-            "CREATE TABLE chunks (user BLOB, chunk INTEGER, data BLOB, PRIMARY KEY (user, chunk)) WITHOUT ROWID;"
+            "CREATE TABLE users (user BLOB PRIMARY KEY, first INTEGER, total INTEGER) WITHOUT "
+            "ROWID;"
+            "CREATE TABLE chunks (user BLOB, chunk INTEGER, data BLOB, PRIMARY KEY (user, chunk)) "
+            "WITHOUT ROWID;"
         )
         db.execute("INSERT INTO users VALUES (?, 0, 300)", (key,))
         for chunk in range(2):
             db.execute(
-                "INSERT INTO chunks VALUES (?, ?, ?)", (key, chunk, pack(history[chunk * 256 : (chunk + 1) * 256]))
+                "INSERT INTO chunks VALUES (?, ?, ?)",
+                (key, chunk, pack(history[chunk * 256 : (chunk + 1) * 256])),
             )
     assert check(path).num_unchecked == 3
 
@@ -298,7 +315,8 @@ def test_an_older_file_is_read_and_gets_its_checksums(tmp_path: Path) -> None:
 
     asyncio.run(work())
     found = check(path)
-    assert (found.num_unchecked, found.num_damaged) == (1, 0)  # the first chunk was not written again
+    # the first chunk was not written again
+    assert (found.num_unchecked, found.num_damaged) == (1, 0)
     repair(path, tmp_path / "new.db")
     assert check(tmp_path / "new.db").num_unchecked == 0
 
@@ -319,7 +337,9 @@ def test_the_commands(path: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"{NUM_USERS} users" in done.output
     with sql(path) as db:
-        db.execute("UPDATE chunks SET data = zeroblob(length(data)) WHERE user = ?", (key_bytes(user(7)),))
+        db.execute(
+            "UPDATE chunks SET data = zeroblob(length(data)) WHERE user = ?", (key_bytes(user(7)),)
+        )
     done = run(main, ["store", str(path)])
     assert done.exit_code == 1
     assert "1 users" in done.output
@@ -336,7 +356,9 @@ def test_the_commands(path: Path, tmp_path: Path) -> None:
 async def command(*words: str) -> tuple[int, str]:
     """Exit code and output of a command in a process of its own."""
     done = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "npu_gr", *words), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        *(sys.executable, "-m", "npu_gr", *words),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
     )
     told, _ = await done.communicate()
     return done.returncode or 0, told.decode()
@@ -375,7 +397,9 @@ async def test_redis_finds_damage_and_moves_what_an_older_version_wrote(tmp_path
 
     with redis_path(tmp_path) as path:
         url = f"unix://{path}"
-        config = HistoryConfig(kind="redis", url=SecretUrl(url), timeout_s=30.0, max_events_per_user=100)
+        config = HistoryConfig(
+            kind="redis", url=SecretUrl(url), timeout_s=30.0, max_events_per_user=100
+        )
         store = await RedisStore.connect(config)
         async with redis.from_url(url) as client:
 

@@ -1,4 +1,7 @@
-"""After an erasure no byte of the user is in any file of the store, however rows have moved; others are whole."""
+"""After an erasure no byte of the user is in any file of the store, however rows have moved.
+
+Others are whole.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ def of(number: int, length: int) -> Events:
     """Events that nobody else has: the user's number is in every item, and in a feature of each."""
     items = np.arange(length) + (number + 1) * 1_000_003_000_000
     own = (items[:, None] << 8).astype(np.uint64)
-    return replace(Events.make(items, [0] * length, [1] * length), features=Columns({}, {"own": own}))
+    return replace(
+        Events.make(items, [0] * length, [1] * length), features=Columns({}, {"own": own})
+    )
 
 
 def raw(folder: Path) -> bytes:
@@ -45,11 +50,15 @@ def rooms(path: Path) -> list[int]:
     """Pages with something in the room that rows have left."""
     data = path.read_bytes()
     pages = [data[start : start + 4096] for start in range(0, len(data), 4096)]
-    return [page for page, one in enumerate(pages, 1) if embedded_file._room(one, is_first=page == 1)]
+    return [
+        page for page, one in enumerate(pages, 1) if embedded_file._room(one, is_first=page == 1)
+    ]
 
 
 def store_in(folder: Path) -> EmbeddedStore:
-    return EmbeddedStore(HistoryConfig(path=str(folder / "h.db"), max_events_per_user=700, check_s=0))
+    return EmbeddedStore(
+        HistoryConfig(path=str(folder / "h.db"), max_events_per_user=700, check_s=0)
+    )
 
 
 async def filled(store: EmbeddedStore, num_users: int, seed: int) -> dict[str, Events]:
@@ -69,12 +78,16 @@ async def filled(store: EmbeddedStore, num_users: int, seed: int) -> dict[str, E
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_no_byte_of_erased_users_is_left(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded, "MAX_LOG_BYTES", 300_000)  # the log is brought into the file many times
+async def test_no_byte_of_erased_users_is_left(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the log is brought into the file many times
+    monkeypatch.setattr(embedded, "MAX_LOG_BYTES", 300_000)
     store = store_in(tmp_path)
     known = await filled(store, 250, seed)
     gone = list(known)[::5]
-    assert all(traces(tmp_path, name, [int(known[name].items[-1])]) for name in gone)  # the test sees what is there
+    # the test sees what is there
+    assert all(traces(tmp_path, name, [int(known[name].items[-1])]) for name in gone)
     answers = await asyncio.gather(*(store.erase(UserKey("t", name)) for name in gone))
     assert all(answers)
     for name in gone:
@@ -106,7 +119,9 @@ async def test_rows_that_moved_before_the_store_was_closed_and_opened(tmp_path: 
 
 async def test_erasures_of_one_group_share_a_run(tmp_path: Path) -> None:
     store = store_in(tmp_path)
-    await asyncio.gather(*(store.append(UserKey("", f"u{number}"), of(number, 3)) for number in range(200)))
+    await asyncio.gather(
+        *(store.append(UserKey("", f"u{number}"), of(number, 3)) for number in range(200))
+    )
     before = store.health.overwrites["ok"]
     await asyncio.gather(*(store.erase(UserKey("", f"u{number}")) for number in range(200)))
     assert store.health.overwrites["ok"] - before <= 3
@@ -137,7 +152,9 @@ async def test_a_reader_that_holds_the_log_delays_the_overwriting_not_the_answer
     await store.close()
 
 
-async def test_a_disk_that_rejects_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_rejects_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded, "SAMPLE_S", 0.05)
     store = store_in(tmp_path)
     await store.append(UserKey("", "somebody"), of(1, 300))
@@ -173,7 +190,9 @@ asyncio.run(work())
 """
 
 
-async def test_what_a_process_did_not_overwrite_before_it_died_the_next_one_does(tmp_path: Path) -> None:
+async def test_what_a_process_did_not_overwrite_before_it_died_the_next_one_does(
+    tmp_path: Path,
+) -> None:
     code = _DIES.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path))
     done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code])
     assert done.returncode == -9
@@ -235,8 +254,11 @@ async def test_files_are_their_owners_alone_whatever_the_umask(
 
 
 def test_the_room_of_a_page_ends_where_its_cells_begin() -> None:
-    leaf = bytearray(b"\x0a\0\0\0\2\0\x40\0" + bytes([0x40, 0x41, 0x42, 0x43]) + b"old" + bytes(49) + b"x" * 64)
+    leaf = bytearray(
+        b"\x0a\0\0\0\2\0\x40\0" + bytes([0x40, 0x41, 0x42, 0x43]) + b"old" + bytes(49) + b"x" * 64
+    )
     assert embedded_file._room(bytes(leaf), is_first=False) == (12, bytes(52))
     leaf[12:15] = bytes(3)
     assert embedded_file._room(bytes(leaf), is_first=False) is None
-    assert embedded_file._room(b"\0\0\0\7" + b"x" * 508, is_first=False) is None  # belongs to no tree
+    # belongs to no tree
+    assert embedded_file._room(b"\0\0\0\7" + b"x" * 508, is_first=False) is None

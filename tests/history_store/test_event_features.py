@@ -23,7 +23,13 @@ from npu_gr.core.secret import SecretUrl
 from npu_gr.history_store.checksum import row_sum
 from npu_gr.history_store.embedded import EmbeddedStore
 from npu_gr.history_store.embedded_check import check, repair
-from npu_gr.history_store.event_features import check_size, join_runs, load_runs, pack_runs, unpack_runs
+from npu_gr.history_store.event_features import (
+    check_size,
+    join_runs,
+    load_runs,
+    pack_runs,
+    unpack_runs,
+)
 from npu_gr.history_store.open import open_store
 from npu_gr.history_store.redis import check_redis
 from npu_gr.history_store.store import HistoryConfig, HistoryStore, key_bytes, merge
@@ -39,7 +45,9 @@ def featured(num: int, seed: int) -> Events:
     random = np.random.default_rng(seed)
     features = tuple(one for one in random_features(random) if one.of == "event")
     given = values(features, "event", num, random) if random.random() < 0.8 else {}
-    return replace(events(num, seed), features=as_columns({one.name: one for one in features}, given, num))
+    return replace(
+        events(num, seed), features=as_columns({one.name: one for one in features}, given, num)
+    )
 
 
 def numbered(num: int, begin: int = 0, value: float | None = None) -> Events:
@@ -48,12 +56,16 @@ def numbered(num: int, begin: int = 0, value: float | None = None) -> Events:
     own = places.astype(np.float32) if value is None else np.full(num, value, np.float32)
     tags = np.stack([places, places], 1).astype(np.uint64) * (places[:, None] % 3 == 0)
     return replace(
-        Events.make(places % 100, places * 0, 1000 + places), features=Columns({"place": own}, {"tags": tags})
+        Events.make(places % 100, places * 0, 1000 + places),
+        features=Columns({"place": own}, {"tags": tags}),
     )
 
 
 @settings(max_examples=30)
-@given(pieces=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9)), max_size=6), start=st.integers(-50, 50))
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 300), st.integers(0, 9)), max_size=6),
+    start=st.integers(-50, 50),
+)
 def test_runs_give_back_the_bits(pieces: list[tuple[int, int]], start: int) -> None:
     whole, runs = Events.empty(), pack_runs(Columns(), 0)
     for num, seed in pieces:
@@ -108,7 +120,9 @@ def test_the_later_of_equal_events_is_filled_as_the_later_one() -> None:
     given = replace(same, features=Columns({"a": np.array([7, 8, np.nan], np.float32)}))
     merged = merge(stored, given, 10)
     assert (merged.num_added, merged.num_filled, merged.is_append) == (0, 1, False)
-    assert np.array_equal(merged.events.features.numbers["a"], np.array([1, 8, np.nan], np.float32), equal_nan=True)
+    assert np.array_equal(
+        merged.events.features.numbers["a"], np.array([1, 8, np.nan], np.float32), equal_nan=True
+    )
     assert not merge(merged.events, given, 10).changes
 
 
@@ -123,11 +137,15 @@ async def test_a_key_with_other_features_is_another_append(store: HistoryStore) 
 async def test_merges_and_appends_at_once_lose_nothing(store: HistoryStore) -> None:
     await asyncio.gather(
         *(store.append(USER, numbered(3, 3 * step)) for step in range(12)),
-        store.write_many([Write(USER, numbered(6, 100), Mode.MERGE), Write(USER, numbered(6, 106), Mode.MERGE)]),
+        store.write_many(
+            [Write(USER, numbered(6, 100), Mode.MERGE), Write(USER, numbered(6, 106), Mode.MERGE)]
+        ),
     )
     read = (await store.read(USER, 99)).events
     assert len(read) == 48
-    assert np.array_equal(read.features.numbers["place"], (read.timestamps - 1000).astype(np.float32))
+    assert np.array_equal(
+        read.features.numbers["place"], (read.timestamps - 1000).astype(np.float32)
+    )
 
 
 async def test_what_is_too_large_is_rejected_by_name(config: HistoryConfig) -> None:
@@ -135,9 +153,15 @@ async def test_what_is_too_large_is_rejected_by_name(config: HistoryConfig) -> N
     assert opened is not None
     assert await opened.append(USER, numbered(2)) == 2, "a number and two names are 20 bytes"
     wide = Columns(numbered(2).features.numbers, {"tags": np.ones((2, 3), np.uint64)})
-    with pytest.raises(Unprocessable, match=r"28 bytes an event, the limit is 20 \(features.max_feature_bytes"):
+    with pytest.raises(
+        Unprocessable,
+        match=r"28 bytes an event, the limit is 20 "
+        r"\(features.max_feature_bytes",
+    ):
         await opened.append(USER, replace(numbered(2), features=wide))
-    many = replace(events(1), features=Columns({f"f{place}": np.ones(1, np.float32) for place in range(6)}))
+    many = replace(
+        events(1), features=Columns({f"f{place}": np.ones(1, np.float32) for place in range(6)})
+    )
     good, bad = await opened.write_many([Write(UserKey("", "v"), numbered(2)), Write(USER, many)])
     assert not isinstance(good, Exception)
     assert isinstance(bad, Unprocessable)
@@ -202,7 +226,10 @@ async def test_damage_of_features_is_found_and_left_out(tmp_path: Path) -> None:
         ).fetchone()  # fmt: skip
         spoilt = bytearray(data)
         spoilt[random.integers(len(data))] ^= 4
-        db.execute("UPDATE chunks SET features = ? WHERE user = ? AND chunk = 1", (bytes(spoilt), key_bytes(one)))
+        db.execute(
+            "UPDATE chunks SET features = ? WHERE user = ? AND chunk = 1",
+            (bytes(spoilt), key_bytes(one)),
+        )
     assert check(path).bad_users == {key_bytes(one)}
     store = EmbeddedStore(HistoryConfig(path=str(path)))
     with pytest.raises(StoreFailed) as failed:
@@ -236,7 +263,9 @@ def test_runs_that_make_no_sense_are_damage() -> None:
 async def test_redis_finds_damaged_and_stray_features(redis_url: str) -> None:
     import redis.asyncio as redis
 
-    config = HistoryConfig(kind="redis", url=SecretUrl(redis_url), timeout_s=30.0, max_events_per_user=100)
+    config = HistoryConfig(
+        kind="redis", url=SecretUrl(redis_url), timeout_s=30.0, max_events_per_user=100
+    )
     store = await open_store(config)
     assert store is not None
     name = base64.urlsafe_b64encode(key_bytes(USER)).decode()
@@ -267,10 +296,12 @@ async def test_redis_finds_damaged_and_stray_features(redis_url: str) -> None:
 
         await store.write_many([Write(USER, numbered(40), Mode.REPLACE)])
         assert equal((await store.read(USER, 99)).events, numbered(40))
-        await client.setrange(log, 0, await client.getrange(log, 22, 43))  # good records, at other places
+        # good records, at other places
+        await client.setrange(log, 0, await client.getrange(log, 22, 43))
         with pytest.raises(StoreFailed, match="checksums of features"):
             await store.read(USER, 99)
-        await client.set(log, await client.getrange(log, 0, 21))  # an older version put fewer events there
+        # an older version put fewer events there
+        await client.set(log, await client.getrange(log, 0, 21))
         with pytest.raises(StoreFailed, match="checksums of features"):
             await store.read(USER, 99)
         with pytest.raises(StoreFailed, match="events that are not there"):

@@ -38,7 +38,10 @@ class FeatureStore:
         FeatureStore.asked = []
 
     def get_online_features(
-        self, features: list[str], entity_rows: list[dict[str, Any]], full_feature_names: bool = False
+        self,
+        features: list[str],
+        entity_rows: list[dict[str, Any]],
+        full_feature_names: bool = False,
     ) -> Answer:
         FeatureStore.asked += entity_rows
         assert full_feature_names, "two of them are called country"
@@ -70,9 +73,17 @@ async def test_a_user_is_one_row(stand_in: None) -> None:
 
 
 def test_what_cannot_be_opened_is_named(stand_in: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"features.source.options.repo: nowhere: FileNotFoundError"):
+    with pytest.raises(
+        ConfigError,
+        match=r"features.source.options.repo: nowhere: "
+        r"FileNotFoundError",
+    ):
         open_source(config(repo="nowhere"))
-    with pytest.raises(ConfigError, match=r"features.source.options.features: 'age' is no VIEW:FEATURE"):
+    with pytest.raises(
+        ConfigError,
+        match=r"features.source.options.features: 'age' is no "
+        r"VIEW:FEATURE",
+    ):
         open_source(config(features={"age": "age"}))
     monkeypatch.setitem(sys.modules, "feast", None)
     with pytest.raises(ConfigError, match=r"needs pip install 'npu_gr\[feast\]'"):
@@ -84,27 +95,42 @@ async def test_the_real_one(tmp_path: Path) -> None:
     feast = pytest.importorskip("feast", reason="pip install feast, in an environment of its own")
     pandas = pytest.importorskip("pandas")
     (tmp_path / "feature_store.yaml").write_text(
-        f"project: shop\nregistry: {tmp_path}/registry.db\nprovider: local\nentity_key_serialization_version: 3\n"
+        f"project: shop\nregistry: {tmp_path}/registry.db\nprovider: "
+        "local\nentity_key_serialization_version: 3\n"
         f"online_store:\n  type: sqlite\n  path: {tmp_path}/online.db\n"
     )
     now = datetime.datetime.now(datetime.UTC)
     rows = pandas.DataFrame(
-        {"user_id": ["me"], "country": ["fr"], "age": [33.5], "tags": [["a", "b"]], "event_timestamp": [now]}
+        {
+            "user_id": ["me"],
+            "country": ["fr"],
+            "age": [33.5],
+            "tags": [["a", "b"]],
+            "event_timestamp": [now],
+        }
     )
     rows.to_parquet(tmp_path / "users.parquet")
     user = feast.Entity(name="user", join_keys=["user_id"], value_type=feast.ValueType.STRING)
-    fields = {"country": feast.types.String, "age": feast.types.Float32, "tags": feast.types.Array(feast.types.String)}
+    fields = {
+        "country": feast.types.String,
+        "age": feast.types.Float32,
+        "tags": feast.types.Array(feast.types.String),
+    }
     view = feast.FeatureView(
         name="profile",
         entities=[user],
         ttl=datetime.timedelta(days=1),
         schema=[feast.Field(name=name, dtype=dtype) for name, dtype in fields.items()],
-        source=feast.FileSource(path=str(tmp_path / "users.parquet"), timestamp_field="event_timestamp"),
+        source=feast.FileSource(
+            path=str(tmp_path / "users.parquet"), timestamp_field="event_timestamp"
+        ),
     )
     store = feast.FeatureStore(repo_path=str(tmp_path))
     store.apply([user, view])
     store.write_to_online_store("profile", rows)
-    source = open_source(config(repo=str(tmp_path), features={name: f"profile:{name}" for name in fields}))
+    source = open_source(
+        config(repo=str(tmp_path), features={name: f"profile:{name}" for name in fields})
+    )
     assert await source.fetch(UserKey("", "me"), tuple(fields), 1.0) == {
         "country": "fr",
         "age": 33.5,

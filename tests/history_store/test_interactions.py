@@ -40,7 +40,9 @@ def atomic(tmp_path: Path, *rows: str, header: str = HEADER) -> Path:
 
 
 def test_time_order_and_codes(tmp_path: Path) -> None:
-    log = read_interactions(atomic(tmp_path, "u2\t7\t4\t30", "u1\t8\t3.5\t10", "u2\t9\t1\t20", "u1\t5\t2\t20.0"))
+    log = read_interactions(
+        atomic(tmp_path, "u2\t7\t4\t30", "u1\t8\t3.5\t10", "u2\t9\t1\t20", "u1\t5\t2\t20.0")
+    )
     assert log.items.tolist() == [8, 9, 5, 7]
     assert [log.user_names[code] for code in log.users] == ["u1", "u2", "u1", "u2"]
     assert log.values.tolist() == [3.5, 1, 2, 4]
@@ -101,11 +103,23 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         (b'{"user_id": 1}', "line 1: no 'item_id'"),
         (b"[1, 2]", "line 1: not a JSON object"),
         (b"[" * 100_000, "line 1: "),
-        (b'{"user_id": null, "item_id": 7, "rating": 4, "timestamp": 30}', "line 1: None is not a user"),
-        (b'{"user_id": "u", "item_id": null, "rating": 4, "timestamp": 30}', "line 1: None is not an integer"),
-        (b'{"user_id": "u", "item_id": 1e300, "rating": 4, "timestamp": 30}', "line 1: 1e\\+300 is not an integer"),
+        (
+            b'{"user_id": null, "item_id": 7, "rating": 4, "timestamp": 30}',
+            "line 1: None is not a user",
+        ),
+        (
+            b'{"user_id": "u", "item_id": null, "rating": 4, "timestamp": 30}',
+            "line 1: None is not an integer",
+        ),
+        (
+            b'{"user_id": "u", "item_id": 1e300, "rating": 4, "timestamp": 30}',
+            "line 1: 1e\\+300 is not an integer",
+        ),
         (b'{"user_id": "u", "item_id": 7, "rating": null, "timestamp": 30}', "line 1: "),
-        (b'{"user_id": "u", "item_id": 7, "rating": true, "timestamp": 30}', "line 1: True is not a number"),
+        (
+            b'{"user_id": "u", "item_id": 7, "rating": true, "timestamp": 30}',
+            "line 1: True is not a number",
+        ),
         (b'{"user_id": "u", "item_id": 7, "rating": NaN, "timestamp": 30}', "line 1: "),
         (b'{"user_id": "\xff", "item_id": 7, "rating": 4, "timestamp": 30}', "line 1: "),
     ],
@@ -119,7 +133,9 @@ def test_a_bad_json_line_is_named(tmp_path: Path, line: bytes, reason: str) -> N
 
 def test_item_features(tmp_path: Path) -> None:
     path = tmp_path / "x.item"
-    path.write_text("item_id:token\tyear:token\tclass:token_seq\n1\t1995\tA B\n2\t1994\tB\n3\t1995\t\n")
+    path.write_text(
+        "item_id:token\tyear:token\tclass:token_seq\n1\t1995\tA B\n2\t1994\tB\n3\t1995\t\n"
+    )
     year, kind = read_item_features(path, ["year", "class"])
     assert (year.values, kind.values) == (["1995", "1994"], ["A", "B"])
     assert kind.of_item == {1: [0, 1], 2: [1], 3: []}
@@ -133,18 +149,32 @@ async def test_bulk_load(tmp_path: Path) -> None:
         await load_interactions(store, log, ["3"])
     assert (await load_interactions(store, log, ["3", "4"], "t")).num_added == 3
     read = (await store.read(UserKey("t", "u"), 9)).events
-    assert (read.items.tolist(), read.actions.tolist(), read.timestamps.tolist()) == ([9, 7], [0, 1], [20, 30])
+    assert (read.items.tolist(), read.actions.tolist(), read.timestamps.tolist()) == (
+        [9, 7],
+        [0, 1],
+        [20, 30],
+    )
     await store.close()
 
 
 async def test_features_of_events_are_loaded(tmp_path: Path) -> None:
-    """Those that log and model both have; a second load of a log with more of them fills in what is missing."""
+    """Those that log and model both have.
+
+    A second load of a log with more of them fills in what is missing.
+    """
     features = every_feature(("event", "user"))
     log = read_interactions(atomic(tmp_path, "u\t7\t4\t30", "v\t8\t4\t10", "u\t9\t4\t20"))
-    of_events: dict[str, list[Any]] = {"country": ["de", None, "fr"], "tags": [["a", "b"], ["c"], None]}
+    of_events: dict[str, list[Any]] = {
+        "country": ["de", None, "fr"],
+        "tags": [["a", "b"], ["c"], None],
+    }
     columns = [FeatureColumn(name="spent", of="event", values=np.array([1.5, np.nan, 2.5]))]
-    columns += [FeatureColumn(name=name, of="event", values=objects(cells)) for name, cells in of_events.items()]
-    columns.append(FeatureColumn(name="other", of="event", values=np.ones(3)))  # the model does not have it
+    columns += [
+        FeatureColumn(name=name, of="event", values=objects(cells))
+        for name, cells in of_events.items()
+    ]
+    # the model does not have it
+    columns.append(FeatureColumn(name="other", of="event", values=np.ones(3)))
     columns.append(FeatureColumn(name="age", of="user", values=np.ones(2)))
     store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
     assert store is not None
@@ -157,10 +187,16 @@ async def test_features_of_events_are_loaded(tmp_path: Path) -> None:
         assert (loaded.num_added, loaded.num_known, loaded.num_filled) == (0, 3, filled)
     read = (await store.read(UserKey("", "u"), 9)).events
     known = {one.name: one for one in features if one.of == "event"}
-    given = {column.name: column.values for column in columns if column.name in known and column.of == "event"}
+    given = {
+        column.name: column.values
+        for column in columns
+        if column.name in known and column.of == "event"
+    }
     want = as_columns(known, given, 3).take(log.users == log.user_names.index("u"))
     assert msgspec.structs.replace(read, features=want).fingerprint() == read.fingerprint()
-    bad = replace(log, columns=(FeatureColumn(name="spent", of="event", values=objects(["x", None, None])),))
+    bad = replace(
+        log, columns=(FeatureColumn(name="spent", of="event", values=objects(["x", None, None])),)
+    )
     with pytest.raises(DataError, match="features of events: spent: row 0"):
         await load_interactions(store, bad, ["4"], features=features)
     await store.close()
@@ -205,14 +241,19 @@ def test_movielens() -> None:
     assert set(log.values.tolist()) == {1.0, 2.0, 3.0, 4.0, 5.0}
 
 
-TEXT = b"".join(b"line %d\n" % number for number in range(300_000))  # more than one chunk, packed or not
+# more than one chunk, packed or not
+TEXT = b"".join(b"line %d\n" % number for number in range(300_000))
 
 
 def _pack(suffix: str, data: bytes) -> bytes:
     if suffix == ".gz":
         return gzip.compress(data)
     if suffix == ".zst":
-        packed: bytes = pytest.importorskip("zstandard").ZstdCompressor(level=1, write_checksum=True).compress(data)
+        packed: bytes = (
+            pytest.importorskip("zstandard")
+            .ZstdCompressor(level=1, write_checksum=True)
+            .compress(data)
+        )
         return packed
     return data
 
@@ -222,7 +263,8 @@ def test_whole(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x{suffix}"
     path.write_bytes(_pack(suffix, TEXT))
     assert read_lines(path) == TEXT.splitlines()
-    path.write_bytes(_pack(suffix, b"a\r\nb\n") + _pack(suffix, b"c\n"))  # members or frames one after the other
+    # members or frames one after the other
+    path.write_bytes(_pack(suffix, b"a\r\nb\n") + _pack(suffix, b"c\n"))
     assert read_lines(path) == [b"a", b"b", b"c"]
     path.write_bytes(b"")
     assert read_lines(path) == []

@@ -51,23 +51,33 @@ def test_it_has_as_many_of_each_as_the_fuller_side(stored: list[Row], log: list[
 
 
 @given(stored=rows, log=rows, later=rows, most=st.integers(1, 8))
-def test_a_second_merge_adds_nothing(stored: list[Row], log: list[Row], later: list[Row], most: int) -> None:
+def test_a_second_merge_adds_nothing(
+    stored: list[Row], log: list[Row], later: list[Row], most: int
+) -> None:
     """Also where the store has given up events of the log, and whatever came between the two."""
     first = merge(of(in_time_order(stored))[-most:], of(log), most)
     assert len(first.events) <= most
     assert merge(first.events, of(log), most).num_added == 0
-    between = first.events + of(in_time_order([(item, action, time + 5) for item, action, time in later]))
+    between = first.events + of(
+        in_time_order([(item, action, time + 5) for item, action, time in later])
+    )
     assert merge(between[-most:], of(log), most).num_added == 0
 
 
 async def test_a_store_merges(store: HistoryStore) -> None:
     history = events(600)
-    assert await store.write_many([Write(USER, history[100:400], Mode.MERGE)]) == [Written(300, 300)]
+    assert await store.write_many([Write(USER, history[100:400], Mode.MERGE)]) == [
+        Written(300, 300)
+    ]
     assert await store.write_many([Write(USER, history[100:400], Mode.MERGE)]) == [Written(300, 0)]
-    assert await store.write_many([Write(USER, history[300:500], Mode.MERGE)]) == [Written(400, 100)]  # a grown log
+    # a grown log
+    assert await store.write_many([Write(USER, history[300:500], Mode.MERGE)]) == [
+        Written(400, 100)
+    ]
     assert equal((await store.read(USER, 999)).events, history[100:500])
     await store.append(USER, history[500:])
-    assert await store.write_many([Write(USER, history[:300], Mode.MERGE)]) == [Written(600, 100)]  # older ones
+    # older ones
+    assert await store.write_many([Write(USER, history[:300], Mode.MERGE)]) == [Written(600, 100)]
     read, first = await store.read(USER, 999)
     assert first == 0
     assert equal(read, history)
@@ -79,7 +89,9 @@ async def test_a_full_user_takes_nothing_old_back(store: HistoryStore) -> None:
     (done,) = await store.write_many([Write(USER, history[:1200], Mode.MERGE)])
     assert done == Written(1000, 1000)  # the newest that it keeps
     for _ in range(2):
-        assert await store.write_many([Write(USER, history[:1200], Mode.MERGE)]) == [Written(1000, 0)]
+        assert await store.write_many([Write(USER, history[:1200], Mode.MERGE)]) == [
+            Written(1000, 0)
+        ]
     await store.append(USER, history[1200:])
     assert await store.write_many([Write(USER, history, Mode.MERGE)]) == [Written(1000, 0)]
     assert equal((await store.read(USER, 9999)).events, history[1500:])
@@ -90,13 +102,17 @@ async def test_a_store_replaces(store: HistoryStore) -> None:
     await store.append(USER, events(700, seed=1), "k")
     await store.append(other, events(5, seed=2))
     for _ in range(2):
-        assert await store.write_many([Write(USER, events(300), Mode.REPLACE)]) == [Written(300, 300)]
+        assert await store.write_many([Write(USER, events(300), Mode.REPLACE)]) == [
+            Written(300, 300)
+        ]
         read, first = await store.read(USER, 999)
         assert (equal(read, events(300)), first) == (True, 0)
     assert equal((await store.read(other, 9)).events, events(5, seed=2))
     await store.append(USER, events(700, seed=1), "k")  # its key is still known
     assert await store.append(USER, events(2, seed=3)) == 302
-    assert await store.write_many([Write(USER, events(1200), Mode.REPLACE)]) == [Written(1000, 1000)]
+    assert await store.write_many([Write(USER, events(1200), Mode.REPLACE)]) == [
+        Written(1000, 1000)
+    ]
     assert equal((await store.read(USER, 9999)).events, events(1200)[200:])
 
 
@@ -113,7 +129,10 @@ async def test_one_that_fails_fails_alone(store: HistoryStore) -> None:
 
 
 async def test_writes_of_one_user_keep_their_order(store: HistoryStore) -> None:
-    batch = [Write(USER, Events.make([number], [0], [number]), Mode.APPEND, f"k{number}") for number in range(200)]
+    batch = [
+        Write(USER, Events.make([number], [0], [number]), Mode.APPEND, f"k{number}")
+        for number in range(200)
+    ]
     done = await store.write_many(batch)
     assert [one.num_events for one in done if isinstance(one, Written)] == [*range(1, 201)]
     assert (await store.read(USER, 999)).events.items.tolist() == [*range(200)]
@@ -122,7 +141,9 @@ async def test_writes_of_one_user_keep_their_order(store: HistoryStore) -> None:
 async def test_merges_that_come_at_once_add_once(store: HistoryStore) -> None:
     history = events(300)
     parts = [history[start : start + 100] for start in (0, 50, 100, 150, 200)] * 6
-    done = await asyncio.gather(*(store.write_many([Write(USER, part, Mode.MERGE)]) for part in parts))
+    done = await asyncio.gather(
+        *(store.write_many([Write(USER, part, Mode.MERGE)]) for part in parts)
+    )
     assert sum(one.num_added for (one,) in done if isinstance(one, Written)) == 300
     assert equal((await store.read(USER, 999)).events, history)
 
@@ -133,7 +154,9 @@ async def test_who_is_damaged_is_healed_by_a_replacement(tmp_path: Path) -> None
     await opened.append(USER, events(300))
     opened._writer.execute("UPDATE chunks SET data = zeroblob(length(data)) WHERE chunk = 0")
     other = UserKey("t", "v")
-    damaged, whole = await opened.write_many([Write(one, events(300), Mode.MERGE) for one in (USER, other)])
+    damaged, whole = await opened.write_many(
+        [Write(one, events(300), Mode.MERGE) for one in (USER, other)]
+    )
     assert isinstance(damaged, StoreFailed)
     assert whole == Written(300, 300)
     assert await opened.write_many([Write(USER, events(300), Mode.REPLACE)]) == [Written(300, 300)]
@@ -141,7 +164,9 @@ async def test_who_is_damaged_is_healed_by_a_replacement(tmp_path: Path) -> None
     await opened.close()
 
 
-async def test_a_store_that_fails_for_all_fails_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_store_that_fails_for_all_fails_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
     assert opened is not None
 

@@ -22,14 +22,18 @@ from tests.history_store.redis_server import redis_path
 
 
 @pytest.fixture(params=["embedded", "redis"])
-async def named_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[HistoryStore]:
+async def named_store(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[HistoryStore]:
     if request.param == "embedded":
         store = EmbeddedStore(HistoryConfig(path=str(tmp_path / "h.db")))
         yield store
         await store.close()
         return
     with redis_path(tmp_path) as path:
-        opened = await open_store(HistoryConfig(kind="redis", url=SecretUrl(f"unix://{path}"), timeout_s=30.0))
+        opened = await open_store(
+            HistoryConfig(kind="redis", url=SecretUrl(f"unix://{path}"), timeout_s=30.0)
+        )
         assert opened is not None
         yield opened
         await opened.close()
@@ -55,7 +59,8 @@ async def test_of_two_who_name_at_once_one_decides(named_store: HistoryStore) ->
     kept = await named_store.actions()
     for names, answer in zip(lists, answers, strict=True):
         assert difference(answer, kept) == ""  # the list had only grown since then
-        assert not difference(names, answer) or difference(answer, names)  # it has our names, or others
+        # it has our names, or others
+        assert not difference(names, answer) or difference(answer, names)
 
 
 async def test_the_embedded_list_outlives_the_process_and_a_repair(tmp_path: Path) -> None:

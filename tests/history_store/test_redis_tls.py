@@ -29,7 +29,10 @@ from tests.models import events
 
 @contextmanager
 def redis_tls(folder: Path, pair: Pair, client_ca: Path, asks: bool = True) -> Iterator[int]:
-    """Run a server that speaks TLS only, and yield its port; skip the test where there is no redis-server."""
+    """Run a server that speaks TLS only, and yield its port.
+
+    Skip the test where there is no redis-server.
+    """
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
@@ -61,18 +64,24 @@ def redis_tls(folder: Path, pair: Pair, client_ca: Path, asks: bool = True) -> I
 
 @pytest.fixture(scope="module")
 def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    with redis_tls(tmp_path_factory.mktemp("redis"), authority.issue("127.0.0.1"), authority.ca) as port:
+    with redis_tls(
+        tmp_path_factory.mktemp("redis"), authority.issue("127.0.0.1"), authority.ca
+    ) as port:
         yield port
 
 
 def config(port: int, **tls: Any) -> HistoryConfig:
     files = TlsFiles(**{name: str(path) for name, path in tls.items()})
-    return HistoryConfig(kind="redis", url=SecretUrl(f"rediss://127.0.0.1:{port}/0"), timeout_s=10.0, tls=files)
+    return HistoryConfig(
+        kind="redis", url=SecretUrl(f"rediss://127.0.0.1:{port}/0"), timeout_s=10.0, tls=files
+    )
 
 
 async def test_histories_are_kept_over_mutual_tls(authority: Authority, port: int) -> None:
     own = authority.issue("instance")
-    opened = await open_store(config(port, ca=authority.ca, certificate=own.certificate, key=own.key))
+    opened = await open_store(
+        config(port, ca=authority.ca, certificate=own.certificate, key=own.key)
+    )
     assert opened is not None
     user = UserKey("t", "u")
     assert await opened.append(user, events(7)) == 7
@@ -81,7 +90,9 @@ async def test_histories_are_kept_over_mutual_tls(authority: Authority, port: in
     await opened.close()
 
 
-async def test_a_stranger_on_either_side_is_rejected(authority: Authority, port: int, tmp_path: Path) -> None:
+async def test_a_stranger_on_either_side_is_rejected(
+    authority: Authority, port: int, tmp_path: Path
+) -> None:
     strangers = Authority(tmp_path, "strangers")
     own, other = authority.issue("instance"), strangers.issue("instance")
     wrong: list[dict[str, Path]] = [
@@ -95,7 +106,9 @@ async def test_a_stranger_on_either_side_is_rejected(authority: Authority, port:
             await open_store(config(port, **files))
 
 
-async def test_another_servers_certificate_is_rejected(authority: Authority, tmp_path: Path) -> None:
+async def test_another_servers_certificate_is_rejected(
+    authority: Authority, tmp_path: Path
+) -> None:
     pair = authority.issue("elsewhere.example")
     rejected = pytest.raises(ConfigError, match=r"no answer from .*CERTIFICATE_VERIFY_FAILED")
     with redis_tls(tmp_path, pair, authority.ca, asks=False) as port, rejected:
@@ -135,7 +148,11 @@ def test_what_crosses_the_network_in_clear_is_known(url: str, expected: bool) ->
 
 async def test_a_server_elsewhere_in_clear_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError):
-        await open_store(HistoryConfig(kind="redis", url=SecretUrl("redis://:hidden@192.0.2.1:1/0"), timeout_s=0.05))
+        await open_store(
+            HistoryConfig(
+                kind="redis", url=SecretUrl("redis://:hidden@192.0.2.1:1/0"), timeout_s=0.05
+            )
+        )
     assert "cross the network in clear" in caplog.text
     assert "hidden" not in caplog.text
 

@@ -64,7 +64,15 @@ async def test_old_events_are_given_up_and_indices_go_on(store: HistoryStore) ->
 
 
 async def test_users_do_not_mix(store: HistoryStore) -> None:
-    names = [("a", "bc"), ("ab", "c"), ("", "abc"), ("abc", ""), ("ü☃", "%_'\"\\"), ("ü", "☃%_'\"\\"), ("{a}", "{b}")]
+    names = [
+        ("a", "bc"),
+        ("ab", "c"),
+        ("", "abc"),
+        ("abc", ""),
+        ("ü☃", "%_'\"\\"),
+        ("ü", "☃%_'\"\\"),
+        ("{a}", "{b}"),
+    ]
     for number, name in enumerate(names):
         await store.append(UserKey(*name), events(5, seed=number))
     for number, name in enumerate(names):
@@ -84,10 +92,14 @@ async def test_erasing(store: HistoryStore) -> None:
 async def test_concurrent_appends_keep_every_event(store: HistoryStore) -> None:
     async def one(number: int) -> None:
         for step in range(5):
-            await store.append(UserKey("", f"u{number % 4}"), Events.make([number * 10 + step], [0], [1]))
+            await store.append(
+                UserKey("", f"u{number % 4}"), Events.make([number * 10 + step], [0], [1])
+            )
 
     await asyncio.gather(*(one(number) for number in range(40)))
-    found = [(await store.read(UserKey("", f"u{user}"), 999)).events.items.tolist() for user in range(4)]
+    found = [
+        (await store.read(UserKey("", f"u{user}"), 999)).events.items.tolist() for user in range(4)
+    ]
     for user, items in enumerate(found):
         assert sorted(items) == sorted(n * 10 + s for n in range(user, 40, 4) for s in range(5))
         for n in range(user, 40, 4):  # one caller's appends stay in order
@@ -107,8 +119,12 @@ async def test_it_is_there_after_reopening(config: HistoryConfig) -> None:
 
 async def test_a_burst_of_callers_waits_its_turn(store: HistoryStore) -> None:
     """More at once than a pool has connections, or a group has jobs."""
-    await asyncio.gather(*(store.append(UserKey("", f"u{number}"), events(3)) for number in range(700)))
-    reads = await asyncio.gather(*(store.read(UserKey("", f"u{number}"), 9) for number in range(700)))
+    await asyncio.gather(
+        *(store.append(UserKey("", f"u{number}"), events(3)) for number in range(700))
+    )
+    reads = await asyncio.gather(
+        *(store.read(UserKey("", f"u{number}"), 9) for number in range(700))
+    )
     assert all(equal(read.events, events(3)) for read in reads)
 
 
@@ -121,7 +137,9 @@ async def test_any_user_id_does(store: HistoryStore) -> None:
     assert equal((await store.read(UserKey("", "?"), 9)).events, events(2, seed=1))
 
 
-async def test_a_job_that_breaks_does_not_stop_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_that_breaks_does_not_stop_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = await open_store(HistoryConfig(path=str(tmp_path / "h.db")))
     assert isinstance(store, EmbeddedStore)
     with monkeypatch.context() as patch:
@@ -163,7 +181,9 @@ asyncio.run(main())
 
 def test_kill_minus_nine_loses_no_acknowledged_event(tmp_path: Path) -> None:
     path = str(tmp_path / "h.db")
-    with subprocess.Popen([sys.executable, "-c", _WRITER, path], stdout=subprocess.PIPE, text=True) as writer:
+    with subprocess.Popen(
+        [sys.executable, "-c", _WRITER, path], stdout=subprocess.PIPE, text=True
+    ) as writer:
         assert writer.stdout is not None
         acknowledged = [int(writer.stdout.readline()) for _ in range(200)]
         writer.send_signal(signal.SIGKILL)
@@ -225,7 +245,8 @@ async def test_a_key_is_applied_once(store: HistoryStore) -> None:
     assert await store.append(USER, events(4, seed=1)) == 7
     assert await store.append(USER, history, "a") == 3  # what it answered the first time
     assert await store.append(USER, history, "b") == 10
-    assert await store.append(UserKey("t", "v"), history, "a") == 3  # another user's key is another key
+    # another user's key is another key
+    assert await store.append(UserKey("t", "v"), history, "a") == 3
     assert len((await store.read(USER, 99)).events) == 10
 
 
@@ -238,7 +259,9 @@ async def test_a_key_with_other_events_is_rejected(store: HistoryStore) -> None:
 
 async def test_a_key_is_applied_once_by_all_who_come_at_once(store: HistoryStore) -> None:
     history = events(2)
-    kept = await asyncio.gather(*(store.append(USER, history, f"k{number % 5}") for number in range(50)))
+    kept = await asyncio.gather(
+        *(store.append(USER, history, f"k{number % 5}") for number in range(50))
+    )
     assert sorted(kept) == sorted([2, 4, 6, 8, 10] * 10)
     assert len((await store.read(USER, 99)).events) == 10
 
@@ -254,7 +277,12 @@ async def test_keys_are_bounded_in_number(config: HistoryConfig) -> None:
     assert opened is not None
     for number in range(6):
         await opened.append(USER, events(1), f"k{number}")
-    assert [await opened.append(USER, events(1), f"k{number}") for number in (2, 3, 4, 5)] == [3, 4, 5, 6]
+    assert [await opened.append(USER, events(1), f"k{number}") for number in (2, 3, 4, 5)] == [
+        3,
+        4,
+        5,
+        6,
+    ]
     assert await opened.append(USER, events(1), "k0") == 7  # forgotten
     await opened.close()
 
@@ -279,7 +307,9 @@ async def test_keys_expire(tmp_path: Path) -> None:
 async def test_keys_expire_in_redis(redis_url: str) -> None:
     import redis.asyncio as redis
 
-    store = await open_store(HistoryConfig(kind="redis", url=SecretUrl(redis_url), timeout_s=30.0, idempotency_s=1.0))
+    store = await open_store(
+        HistoryConfig(kind="redis", url=SecretUrl(redis_url), timeout_s=30.0, idempotency_s=1.0)
+    )
     assert store is not None
     user = UserKey("", "expiring")
     name = base64.urlsafe_b64encode(key_bytes(user)).decode()
@@ -312,7 +342,13 @@ async def test_one_that_fails_fails_alone(tmp_path: Path, monkeypatch: pytest.Mo
         *(store.append(UserKey("", f"u{number}"), events(n)) for number, n in enumerate(lengths)),
         return_exceptions=True,
     )
-    assert [one if isinstance(one, int) else type(one) for one in done] == [3, StoreFailed, 4, StoreFailed, 5]
+    assert [one if isinstance(one, int) else type(one) for one in done] == [
+        3,
+        StoreFailed,
+        4,
+        StoreFailed,
+        5,
+    ]
     for number, n in enumerate(lengths):
         assert len((await store.read(UserKey("", f"u{number}"), 99)).events) == (0 if n == 7 else n)
     await store.close()

@@ -26,7 +26,8 @@ def made(rank_s: float = 0.0421) -> tuple[Metrics, CollectorRegistry]:
     registry = CollectorRegistry()
     own_s = {"rank": rank_s, "signal": 0.0123}
     objectives = [
-        Objective(kind=kind.name, threshold_s=own_s.get(kind.name, kind.objective_s)) for kind in KINDS.values()
+        Objective(kind=kind.name, threshold_s=own_s.get(kind.name, kind.objective_s))
+        for kind in KINDS.values()
     ]
     return Metrics(registry, objectives), registry
 
@@ -64,14 +65,18 @@ def test_every_outcome_reason_and_verdict_is_counted_once() -> None:
             metrics.rank.answered(answer(outcome, reason))
     for verdict in Verdict:
         metrics.signal.decided(verdict)
-    families = {f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())}
+    families = {
+        f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())
+    }
     counted = [s for s in families["npu_gr_rank_outcomes"].samples if s.name.endswith("_total")]
     assert len(counted) == len(Outcome) * len(Reason)
     assert {s.value for s in counted} == {1.0}
     verdicts = [s for s in families["npu_gr_signal_verdicts"].samples if s.name.endswith("_total")]
     assert {s.value for s in verdicts} == {1.0}
     assert registry.get_sample_value("npu_gr_prefix_tokens_total") == 7 * len(counted)
-    assert registry.get_sample_value("npu_gr_unknown_items_total", {"where": "candidates"}) == 2 * len(counted)
+    assert registry.get_sample_value(
+        "npu_gr_unknown_items_total", {"where": "candidates"}
+    ) == 2 * len(counted)
 
 
 def test_names_and_help() -> None:
@@ -103,15 +108,20 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     ):
         metrics.requests.done("rank", "/v1/rank", status, took_s, {"queue": took_s / 2})
     metrics.requests.done("rank", "/v1/rank", 499, 0.3)
-    metrics.requests.done("rank", "/v1/rank", 504, 0.01, has_s=0.024)  # under half of 50 ms: nothing was promised
+    # under half of 50 ms: nothing was promised
+    metrics.requests.done("rank", "/v1/rank", 504, 0.01, has_s=0.024)
     metrics.requests.done("rank", "/v1/rank", 429, 0.01, rejection=Rejection.RATE)
     metrics.requests.done(None, "/healthz", 200, 0.001)
 
     def results(result: str) -> float | None:
-        return registry.get_sample_value("npu_gr_slo_requests_total", {"kind": "rank", "result": result})
+        return registry.get_sample_value(
+            "npu_gr_slo_requests_total", {"kind": "rank", "result": result}
+        )
 
     def admitted(verdict: AdmissionResult) -> float | None:
-        return registry.get_sample_value("npu_gr_admissions_total", {"kind": "rank", "verdict": verdict})
+        return registry.get_sample_value(
+            "npu_gr_admissions_total", {"kind": "rank", "verdict": verdict}
+        )
 
     assert [results(r) for r in ("good", "slow", "failed")] == [1, 1, 4]
     assert {v: admitted(v) for v in AdmissionResult} == {
@@ -127,7 +137,9 @@ def test_a_request_counts_once_in_everything_that_counts_requests() -> None:
     }
     attained = {"kind": "rank", "slo": "latency", "window": "5m"}
     assert registry.get_sample_value("npu_gr_slo_attainment_ratio", attained) == 0.5
-    door = registry.get_sample_value("npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": DOOR})
+    door = registry.get_sample_value(
+        "npu_gr_stage_duration_seconds_count", {"kind": "rank", "stage": DOOR}
+    )
     assert door == 7
     assert registry.get_sample_value("npu_gr_request_duration_seconds_count", {"kind": "rank"}) == 2
 
@@ -171,7 +183,10 @@ def test_a_reload_that_is_rejected_shows_until_one_takes_effect() -> None:
 
     def seen(what: Reloaded) -> tuple[float | None, float | None]:
         names = ("successful", "success_timestamp_seconds")
-        one, other = (registry.get_sample_value(f"npu_gr_last_reload_{name}", {"what": what.value}) for name in names)
+        one, other = (
+            registry.get_sample_value(f"npu_gr_last_reload_{name}", {"what": what.value})
+            for name in names
+        )
         return one, other
 
     assert seen(Reloaded.CONFIGURATION) == (None, None)
@@ -258,8 +273,8 @@ def test_a_gauge_reads_what_is_in_force() -> None:
 async def test_one_metric_may_be_asked_for_alone() -> None:
     metrics, _ = made()
     text, _ = await expose(metrics, "", ["npu_gr_event_loop_freezes_total"])
-    assert {line.split()[2] for line in text.decode().splitlines() if line.startswith("# TYPE")} == {
-        "npu_gr_event_loop_freezes_total"
-    }
+    assert {
+        line.split()[2] for line in text.decode().splitlines() if line.startswith("# TYPE")
+    } == {"npu_gr_event_loop_freezes_total"}
     nothing, _ = await expose(metrics, "", ["nothing_of_ours"])
     assert nothing == b""

@@ -1,4 +1,6 @@
-"""Transitions are one distribution over the catalogue, as the dense table has it; an order is read as written.
+"""Transitions are one distribution over the catalogue, as the dense table has it.
+
+An order is read as written.
 
 An order without neighbours, which older versions wrote, is read as they read it.
 """
@@ -49,9 +51,14 @@ def an_order(seed: int = 0, width: int = 4) -> ScoreBlend:
 def some_neighbours() -> Neighbours:
     """The two items beside each, the next one being more alike; the last item has none."""
     items = np.array([[(row - 1) % ITEMS, (row + 1) % ITEMS] for row in range(ITEMS)], np.int32)
-    similarity = np.where(items == (np.arange(ITEMS)[:, None] + 1) % ITEMS, 0.5, 0.25).astype(np.float32)
+    similarity = np.where(items == (np.arange(ITEMS)[:, None] + 1) % ITEMS, 0.5, 0.25).astype(
+        np.float32
+    )
     order = np.argsort(items, axis=1)
-    items, similarity = np.take_along_axis(items, order, 1), np.take_along_axis(similarity, order, 1)
+    items, similarity = (
+        np.take_along_axis(items, order, 1),
+        np.take_along_axis(similarity, order, 1),
+    )
     items[-1], similarity[-1] = -1, 0
     return Neighbours(items, similarity)
 
@@ -93,9 +100,13 @@ def test_a_new_item_is_neutral_and_leads_to_what_is_popular() -> None:
     for history in (every[:0], old, np.array([ITEMS, 3])):
         among = order.transitions(history, every)
         assert among[ITEMS:] == pytest.approx(among[:ITEMS].mean())
-    np.testing.assert_allclose(order.transitions(np.array([ITEMS]), old), np.log(share / share.sum()), rtol=1e-5)
+    np.testing.assert_allclose(
+        order.transitions(np.array([ITEMS]), old), np.log(share / share.sum()), rtol=1e-5
+    )
     assert order.transitions(old, every)[:ITEMS].tolist() == order.transitions(old, old).tolist()
-    assert order.top(np.array([ITEMS]), 4).tolist() == np.argsort(-share, kind="stable")[:4].tolist()
+    assert (
+        order.top(np.array([ITEMS]), 4).tolist() == np.argsort(-share, kind="stable")[:4].tolist()
+    )
     assert order.popular(every)[ITEMS:] == pytest.approx(order.popularity.mean())
     assert order.popular(every)[:ITEMS].tolist() == order.popularity.tolist()
     assert np.exp(order.popular(every[ITEMS:])) == pytest.approx(share.mean())
@@ -105,12 +116,16 @@ def test_of_an_empty_history_the_popularity_is_left() -> None:
     order = an_order()
     nothing = np.empty(0, np.int64)
     assert np.array_equal(order.transitions(nothing, np.array([3, 1])), order.popularity[[3, 1]])
-    assert order.top(nothing, 5).tolist() == np.argsort(-order.popularity, kind="stable")[:5].tolist()
+    assert (
+        order.top(nothing, 5).tolist() == np.argsort(-order.popularity, kind="stable")[:5].tolist()
+    )
 
 
 def test_an_order_without_any_transition_is_the_popularity() -> None:
     order = an_order(width=0)
-    np.testing.assert_allclose(order.transitions(np.array([2]), np.arange(ITEMS)), order.popularity, rtol=1e-5)
+    np.testing.assert_allclose(
+        order.transitions(np.array([2]), np.arange(ITEMS)), order.popularity, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -118,7 +133,8 @@ def test_the_top_are_the_most_probable_of_all_items(seed: int) -> None:
     order = an_order(seed, width=2)
     history = np.random.default_rng(seed).integers(0, ITEMS, 4)
     among = order.transitions(history, np.arange(ITEMS))
-    # an item that is no kept successor of any follows by its popularity, so only the first k of these can be found
+    # an item that is no kept successor of any follows by its popularity, so only the first k of
+    # these can be found
     kept = {item for item in order.successors[history].ravel().tolist() if item >= 0}
     for k in range(1, ITEMS + 1):
         found = kept | set(np.argsort(-order.popularity, kind="stable")[:k].tolist())
@@ -128,7 +144,11 @@ def test_the_top_are_the_most_probable_of_all_items(seed: int) -> None:
         most = [item for item in order.top(history, k).tolist() if item in others]
         assert (
             most
-            == [item for item in np.argsort(-order.popularity, kind="stable").tolist() if item in others][: len(most)]
+            == [
+                item
+                for item in np.argsort(-order.popularity, kind="stable").tolist()
+                if item in others
+            ][: len(most)]
         )
     assert sorted(order.top(history, 100).tolist()) == list(range(ITEMS))
 
@@ -136,7 +156,10 @@ def test_the_top_are_the_most_probable_of_all_items(seed: int) -> None:
 def test_few_popular_items_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_POPULAR", 3)
     order = an_order(width=0)
-    assert order.top(np.array([2]), 9).tolist() == np.argsort(-order.popularity, kind="stable")[:3].tolist()
+    assert (
+        order.top(np.array([2]), 9).tolist()
+        == np.argsort(-order.popularity, kind="stable")[:3].tolist()
+    )
 
 
 def test_what_is_alike_is_what_the_neighbours_say() -> None:
@@ -149,13 +172,19 @@ def test_what_is_alike_is_what_the_neighbours_say() -> None:
     np.testing.assert_allclose(found, np.log(1 + 100 * want / 2), rtol=1e-6)
     assert found.dtype == np.float32
     summed = replace(order, neighbours=replace(order.neighbours, is_summed=True))
-    np.testing.assert_allclose(summed.alike(history, np.arange(ITEMS)), np.log(1 + 10 * want), rtol=1e-6)
+    np.testing.assert_allclose(
+        summed.alike(history, np.arange(ITEMS)), np.log(1 + 10 * want), rtol=1e-6
+    )
     assert order.nearest(history, 2).tolist() == summed.nearest(history, 2).tolist() == [3, 5]
     linear = replace(order, neighbours=replace(order.neighbours, is_summed=True, is_linear=True))
     np.testing.assert_allclose(linear.alike(history, np.arange(ITEMS)), want, rtol=1e-6)
-    together = linear.weights["neighbours"] * want + linear.weights["popularity"] * linear.popularity
+    together = (
+        linear.weights["neighbours"] * want + linear.weights["popularity"] * linear.popularity
+    )
     for k in (2, ITEMS):
-        assert linear.nearest(history, k).tolist() == np.argsort(-together, kind="stable")[:k].tolist()
+        assert (
+            linear.nearest(history, k).tolist() == np.argsort(-together, kind="stable")[:k].tolist()
+        )
     nothing = np.empty(0, np.int64)
     for cold in (nothing, np.array([ITEMS - 1]), np.array([ITEMS + 4])):
         assert order.alike(cold, np.arange(ITEMS)).tolist() == [0] * ITEMS
@@ -185,7 +214,9 @@ def test_the_sum_has_each_term_once() -> None:
 def test_round_trip(tmp_path: Path, last_items: int, is_summed: bool, is_linear: bool) -> None:
     assert load_blend(tmp_path) is None
     order = an_order()
-    read = replace(some_neighbours(), last_items=last_items, is_summed=is_summed, is_linear=is_linear)
+    read = replace(
+        some_neighbours(), last_items=last_items, is_summed=is_summed, is_linear=is_linear
+    )
     order = replace(order, neighbours=read)
     save_blend(order, tmp_path)
     again = load_blend(tmp_path)
@@ -217,7 +248,14 @@ def test_a_file_without_a_weight_of_the_popularity_does_not_count_it(tmp_path: P
 def older_file(order: ScoreBlend, path: Path) -> None:
     """Write what the version before neighbours wrote."""
     weights = {name: order.weights[name] for name in ("retrieval", "click", "transitions", "seen")}
-    notes = {"format": 1, "task": "click", "weights": weights, "decay": 0.6, "prior": 10.0, "last_events": 5}
+    notes = {
+        "format": 1,
+        "task": "click",
+        "weights": weights,
+        "decay": 0.6,
+        "prior": 10.0,
+        "last_events": 5,
+    }
     tensors = {name: getattr(order, name) for name in ("successors", "log_prob", "popularity")}
     save_file(tensors, path, {"npu_gr.order": json.dumps(notes)})
 
@@ -231,7 +269,9 @@ def test_an_older_file_is_the_order_that_it_was(tmp_path: Path) -> None:
     assert found.weights == {**order.weights, "neighbours": 0.0, "popularity": 0.0}
     history, every = np.array([2, 4]), np.arange(ITEMS + 1)
     terms = np.random.default_rng(0).normal(size=(4, ITEMS + 1)).astype(np.float32)
-    a, b, c, e = (np.float32(order.weights[name]) for name in ("retrieval", "click", "transitions", "seen"))
+    a, b, c, e = (
+        np.float32(order.weights[name]) for name in ("retrieval", "click", "transitions", "seen")
+    )
     was = a * terms[0] + b * terms[1] + c * terms[2] + e * terms[3]
     retrieval, click, transitions, seen = terms
     others = found.alike(history, every), found.popular(every)
@@ -268,17 +308,32 @@ def test_a_file_of_another_kind_is_rejected(tmp_path: Path, change: dict[str, fl
             "weights: needs finite retrieval, click, transitions, neighbours, popularity, seen",
         ),
         ({"weights": dict.fromkeys(WEIGHTS, float("nan"))}, "weights: needs finite"),
-        ({"popularity": np.full(ITEMS, -np.inf, np.float32)}, "popularity: needs one finite number an item"),
+        (
+            {"popularity": np.full(ITEMS, -np.inf, np.float32)},
+            "popularity: needs one finite number an item",
+        ),
         ({"popularity": np.zeros(3, np.float32)}, "successors and log_prob: need 3 equal rows"),
-        ({"successors": np.full((ITEMS, 4), ITEMS, np.int32)}, "successors: need ascending item rows below 12"),
+        (
+            {"successors": np.full((ITEMS, 4), ITEMS, np.int32)},
+            "successors: need ascending item rows below 12",
+        ),
         ({"successors": np.zeros((ITEMS, 4), np.int32)}, "successors: need ascending"),
-        ({"neighbours": Neighbours(*np.empty((2, 3, 0), np.int32))}, "neighbours: needs 12 rows, got 3"),
-        ({"log_prob": np.full((ITEMS, 4), 0.1, np.float32)}, "log_prob: needs logs of probabilities"),
+        (
+            {"neighbours": Neighbours(*np.empty((2, 3, 0), np.int32))},
+            "neighbours: needs 12 rows, got 3",
+        ),
+        (
+            {"log_prob": np.full((ITEMS, 4), 0.1, np.float32)},
+            "log_prob: needs logs of probabilities",
+        ),
     ],
 )
 def test_what_is_no_order_is_rejected(changes: dict[str, Any], words: str) -> None:
     order = an_order()
-    parts = {name: getattr(order, name) for name in ("task", "weights", "successors", "log_prob", "popularity")}
+    parts = {
+        name: getattr(order, name)
+        for name in ("task", "weights", "successors", "log_prob", "popularity")
+    }
     with pytest.raises(ValueError, match=words):
         ScoreBlend(**(parts | changes))
 

@@ -49,7 +49,9 @@ def test_pinned_keys_are_written_and_taken() -> None:
     assert take_pinned(keys) == {key: value for key, value in keys.items() if key not in PINNED}
 
 
-@pytest.mark.parametrize(("field", "value"), [("scaling", "runtime"), ("positions", "reverse"), ("context", "full")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("scaling", "runtime"), ("positions", "reverse"), ("context", "full")]
+)
 def test_what_is_exact_without_a_cache_is_named(field: str, value: str) -> None:
     (line,) = inexact_fields(tiny_config(**{field: value, "relative_bias": "none"}))
     assert f"model.{field}" in line
@@ -63,7 +65,9 @@ def test_tokens_of_the_user_are_checked() -> None:
     assert tiny_config(features=features).num_user_tokens == 1
     assert tiny_config(features=features, user_tokens="each").num_user_tokens == 2
     assert tiny_config(user_tokens="each").num_user_tokens == 0
-    assert "user_tokens" not in write_keys(tiny_config(features=features)), "older versions know no such key"
+    assert "user_tokens" not in write_keys(tiny_config(features=features)), (
+        "older versions know no such key"
+    )
     with pytest.raises(ValueError, match="max_history_tokens"):
         tiny_config(features=features, user_tokens="each", max_history_tokens=2)
     with pytest.raises(ValueError, match="context"):

@@ -20,7 +20,13 @@ from tests.models import events
 VOCABULARY = ItemVocabulary(np.arange(300, dtype=np.int64))
 
 
-def made(history: Events, max_tokens: int = 100, step: int = 16, reject: bool = False, first_index: int = 0) -> Tokens:
+def made(
+    history: Events,
+    max_tokens: int = 100,
+    step: int = 16,
+    reject: bool = False,
+    first_index: int = 0,
+) -> Tokens:
     return tokenize(
         history,
         VOCABULARY,
@@ -33,7 +39,12 @@ def made(history: Events, max_tokens: int = 100, step: int = 16, reject: bool = 
 
 
 @settings(deadline=None, derandomize=True)
-@given(total=st.integers(0, 500), limit=st.integers(1, 100), step=st.integers(1, 64), read=st.integers(1, 600))
+@given(
+    total=st.integers(0, 500),
+    limit=st.integers(1, 100),
+    step=st.integers(1, 64),
+    read=st.integers(1, 600),
+)
 def test_the_window(total: int, limit: int, step: int, read: int) -> None:
     """Wherever reading began, the window is the same, aligned, and at most `limit` long."""
     first = max(0, total - max(read, limit + step))
@@ -91,7 +102,15 @@ def test_a_fingerprint_names_one_history() -> None:
 def test_a_fingerprint_that_is_known_is_not_computed_again(num_events: int) -> None:
     """It is believed of the whole history as it came, and of nothing that was cut."""
     history = events(num_events)
-    tokens = tokenize(history, VOCABULARY, 3, max_tokens=100, cut_step_tokens=16, reject_unknown=False, plain="known")
+    tokens = tokenize(
+        history,
+        VOCABULARY,
+        3,
+        max_tokens=100,
+        cut_step_tokens=16,
+        reject_unknown=False,
+        plain="known",
+    )
     assert (tokens.fingerprint(len(tokens)) == "known") == (num_events <= 100)
     for part in (tokens[:1], tokens.newest(1)):
         assert part.fingerprint(len(part)) == part.events.fingerprint()
@@ -101,7 +120,9 @@ def test_a_new_item_parts_the_fingerprint_once_it_is_known_and_by_its_row() -> N
     history = Events.make([3, 900, 5], [1, 1, 1], [10, 20, 30])
 
     def read(vocabulary: ItemVocabulary) -> Tokens:
-        return tokenize(history, vocabulary, 3, max_tokens=9, cut_step_tokens=1, reject_unknown=False)
+        return tokenize(
+            history, vocabulary, 3, max_tokens=9, cut_step_tokens=1, reject_unknown=False
+        )
 
     known = VOCABULARY.with_new(np.array([900], np.int64))
     again = known.with_new(np.array([900], np.int64))
@@ -113,7 +134,9 @@ def test_a_new_item_parts_the_fingerprint_once_it_is_known_and_by_its_row() -> N
 
 
 def test_the_users_token_stands_in_front_and_stays_when_old_events_go() -> None:
-    features = ModelFeatures([Feature(name="country", of="user", kind="category", values=("fr", "de"))])
+    features = ModelFeatures(
+        [Feature(name="country", of="user", kind="category", values=("fr", "de"))]
+    )
 
     def read(country: str) -> Tokens:
         vocabulary = ItemVocabulary(np.arange(10))
@@ -129,7 +152,11 @@ def test_the_users_token_stands_in_front_and_stays_when_old_events_go() -> None:
     assert (len(tokens[:1]), tokens[:1].num_user, len(tokens[:1].rows)) == (1, 1, 0)
     assert (len(tokens[3:]), tokens[3:].num_user, tokens[3:].rows.tolist()) == (4, 0, [2, 3, 4, 5])
     newest = tokens.newest(3)
-    assert (newest.num_user, newest.rows.tolist(), newest.timestamps.tolist()) == (1, [4, 5], [14, 14, 15])
+    assert (newest.num_user, newest.rows.tolist(), newest.timestamps.tolist()) == (
+        1,
+        [4, 5],
+        [14, 14, 15],
+    )
     for num_tokens in range(1, 8):
         assert tokens.fingerprint(num_tokens) == tokens[:num_tokens].fingerprint(num_tokens)
         assert tokens.fingerprint(num_tokens) != read("de").fingerprint(num_tokens)
@@ -160,7 +187,9 @@ def test_rows(ids: list[int], asked: list[int], dense_from: int | None) -> None:
     spread=st.sampled_from([1, 1_000_003]),
     added=st.lists(st.lists(st.integers(0, 9), max_size=5, unique=True), max_size=6),
 )
-def test_new_items_have_the_row_that_they_got_last(num_trained: int, spread: int, added: list[list[int]]) -> None:
+def test_new_items_have_the_row_that_they_got_last(
+    num_trained: int, spread: int, added: list[list[int]]
+) -> None:
     trained = np.arange(num_trained, dtype=np.int64) * spread
     vocabulary = ItemVocabulary(trained)
     where = {item: row for row, item in enumerate(trained.tolist())}
@@ -171,7 +200,8 @@ def test_new_items_have_the_row_that_they_got_last(num_trained: int, spread: int
         ids = [num_trained * spread + 1 + item for item in some]
         vocabulary = vocabulary.with_new(np.array(ids, np.int64))
         where |= {item: len(id_of) + place for place, item in enumerate(ids)}
-        assert before.rows(np.array(id_of, np.int64)).tolist() == held  # who holds the one before sees no change
+        # who holds the one before sees no change
+        assert before.rows(np.array(id_of, np.int64)).tolist() == held
         id_of += ids
     questions = np.array([*where, -1, 2**61], np.int64)
     assert vocabulary.rows(questions).tolist() == [*where.values(), UNKNOWN, UNKNOWN]

@@ -23,16 +23,21 @@ def some_neighbours(seed: int = 0, width: int = 5) -> Neighbours:
     for row in range(ITEMS):
         kept = int(random.integers(0, width + 1))
         items[row, width - kept :] = np.sort(random.choice(ITEMS, kept, replace=False))
-        similarity[row, width - kept :] = random.choice([0.25, 0.5, 1.0], kept)  # sums are exact, and have ties
+        # sums are exact, and have ties
+        similarity[row, width - kept :] = random.choice([0.25, 0.5, 1.0], kept)
     return Neighbours(items, similarity)
 
 
-def by_definition(neighbours: Neighbours, history: list[int], last_items: int = LAST_ITEMS) -> npt.NDArray[np.float64]:
+def by_definition(
+    neighbours: Neighbours, history: list[int], last_items: int = LAST_ITEMS
+) -> npt.NDArray[np.float64]:
     """The mean of every item, neighbour by neighbour."""
     sums = np.zeros(ITEMS)
     known = {item for item in history[-last_items:] if item < ITEMS}
     for item in known:
-        for neighbour, similarity in zip(neighbours.items[item], neighbours.similarity[item], strict=True):
+        for neighbour, similarity in zip(
+            neighbours.items[item], neighbours.similarity[item], strict=True
+        ):
             if neighbour >= 0:
                 sums[neighbour] += similarity
     return sums / max(len(known), 1)
@@ -54,7 +59,11 @@ HISTORIES = {
 @pytest.mark.parametrize("last_items", [1, LAST_ITEMS, 30])
 @pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
 def test_means_and_the_best_of_them_are_those_of_the_definition(
-    seed: int, last_items: int, history: list[int], dense_pairs: float, monkeypatch: pytest.MonkeyPatch
+    seed: int,
+    last_items: int,
+    history: list[int],
+    dense_pairs: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "DENSE_PAIRS", dense_pairs)
     neighbours = replace(some_neighbours(seed), last_items=last_items)
@@ -89,7 +98,9 @@ def test_items_without_any_neighbour_have_nothing_in_common() -> None:
 def test_linear_ones_may_take_off() -> None:
     good = some_neighbours()
     signs = np.where(np.arange(ITEMS) % 2, 1, -1)[:, None].astype(np.float32)
-    linear = replace(good, similarity=good.similarity * signs, last_items=30, is_summed=True, is_linear=True)
+    linear = replace(
+        good, similarity=good.similarity * signs, last_items=30, is_summed=True, is_linear=True
+    )
     want = by_definition(linear, [1, 2, 4, 9], 30) * 4
     rows = np.array([1, 2, 4, 9])
     assert linear.sums(rows, np.arange(ITEMS)).tolist() == want.tolist()
@@ -101,7 +112,9 @@ def test_linear_ones_may_take_off() -> None:
 
 def test_the_best_rows_are_the_highest_and_of_equals_the_lowest() -> None:
     rows, scores = np.array([8, 1, 5, 3, 2]), np.array([0.5, -1.0, 0.5, 2.0, 0.5])
-    for k, want in enumerate([[], [3], [3, 2], [3, 2, 5], [3, 2, 5, 8], [3, 2, 5, 8, 1], [3, 2, 5, 8, 1]]):
+    for k, want in enumerate(
+        [[], [3], [3, 2], [3, 2, 5], [3, 2, 5, 8], [3, 2, 5, 8, 1], [3, 2, 5, 8, 1]]
+    ):
         assert best_rows(rows, scores, k).tolist() == want
 
 
@@ -111,15 +124,30 @@ GOOD = some_neighbours()
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"similarity": np.ones((ITEMS, 2), np.float32)}, "neighbours and similarity: need equal rows"),
-        ({"items": np.full((ITEMS, 5), ITEMS, np.int32)}, "neighbours: need ascending item rows below 40"),
+        (
+            {"similarity": np.ones((ITEMS, 2), np.float32)},
+            "neighbours and similarity: need equal rows",
+        ),
+        (
+            {"items": np.full((ITEMS, 5), ITEMS, np.int32)},
+            "neighbours: need ascending item rows below 40",
+        ),
         ({"items": np.zeros((ITEMS, 5), np.int32)}, "neighbours: need ascending"),
         ({"items": np.full((ITEMS, 5), -2, np.int32)}, "neighbours: need ascending"),
         ({"similarity": -GOOD.similarity}, "similarity: needs finite numbers above 0"),
-        ({"similarity": GOOD.similarity + np.float32(1)}, "similarity: needs .* and 0 in the padding"),
+        (
+            {"similarity": GOOD.similarity + np.float32(1)},
+            "similarity: needs .* and 0 in the padding",
+        ),
         ({"similarity": np.full((ITEMS, 5), np.nan, np.float32)}, "similarity: needs finite"),
-        ({"is_summed": True, "is_linear": True, "similarity": GOOD.similarity * 0}, "numbers other than 0, and 0 in"),
-        ({"is_summed": True, "is_linear": True, "similarity": GOOD.similarity - np.float32(9)}, "numbers other than 0"),
+        (
+            {"is_summed": True, "is_linear": True, "similarity": GOOD.similarity * 0},
+            "numbers other than 0, and 0 in",
+        ),
+        (
+            {"is_summed": True, "is_linear": True, "similarity": GOOD.similarity - np.float32(9)},
+            "numbers other than 0",
+        ),
         ({"last_items": 0}, "last_items: needs at least 1, got 0"),
         ({"is_linear": True}, "is_linear: of a sum only"),
     ],

@@ -36,7 +36,9 @@ def vector(model: HSTU, request: Request, backend: Any = CPU) -> Tensor:
     return model(backend, [ask(request)])[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("changes", [{}, {"norm": "group", "positions": "start"}, {"item_features": ()}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"norm": "group", "positions": "start"}, {"item_features": ()}], ids=str
+)
 def test_cold_and_cached_agree_with_the_definition(changes: dict[str, Any]) -> None:
     model, request = shared_encoder(torch.float64, **changes), Request(150, 5)
     want = vector(model, request, ReferenceBackend())
@@ -54,7 +56,10 @@ def test_cold_and_cached_agree_with_the_definition(changes: dict[str, Any]) -> N
 def test_the_same_bits_alone_in_company_and_from_a_prefix(
     num_history: int, num_candidates: int, data: st.DataObject
 ) -> None:
-    """Neither the cached prefix nor who shares the pass moves u; nor do other candidates move a logit."""
+    """Neither the cached prefix nor who shares the pass moves u.
+
+    Nor do other candidates move a logit.
+    """
     model, request = shared_encoder(), Request(num_history, num_candidates, seed=num_history)
     want, logits = vector(model, request), full(model, request)
     cut = data.draw(st.integers(0, num_history))
@@ -63,7 +68,10 @@ def test_the_same_bits_alone_in_company_and_from_a_prefix(
         store = Store()
         model(CPU, [request.segment(0, cut, NONE, sink=store.write)])
         past = store.past(request.times[:cut], data.draw(st.integers(1, 80)))
-    mates = [Request(n, c, seed=n) for n, c in data.draw(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 9))))]
+    mates = [
+        Request(n, c, seed=n)
+        for n, c in data.draw(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 9))))
+    ]
     segments = [m.segment() if len(m.items) % 2 else ask(m) for m in mates]
     place = data.draw(st.integers(0, len(segments)))
     segments[place:place] = [ask(request, cut, past=past), request.segment(cut, past=past)]
@@ -71,7 +79,9 @@ def test_the_same_bits_alone_in_company_and_from_a_prefix(
     assert torch.equal(results[place], want)
     assert torch.equal(results[place + 1], logits)
     size = data.draw(st.integers(1, num_candidates))
-    parts = [model(CPU, [request.segment(candidates=part)])[0] for part in request.candidates.split(size)]
+    parts = [
+        model(CPU, [request.segment(candidates=part)])[0] for part in request.candidates.split(size)
+    ]
     assert torch.equal(torch.cat(parts), logits)
 
 

@@ -1,4 +1,7 @@
-"""The sum by a kernel of the host is that of the definition: any history, candidates, tables; new items and none."""
+"""The sum by a kernel of the host is that of the definition: any history, candidates, tables.
+
+New items and none.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ def order(seed: int) -> ScoreBlend:
     num_items = int(random.integers(1, 60))
     width = int(random.integers(0, min(num_items, 12) + 1))
     successors, similar = table(random, num_items, width), table(random, num_items, width)
-    log_prob = np.where(successors >= 0, np.log(random.uniform(0.001, 0.08, successors.shape)), -np.inf)
+    log_prob = np.where(
+        successors >= 0, np.log(random.uniform(0.001, 0.08, successors.shape)), -np.inf
+    )
     similarity = np.where(similar >= 0, random.uniform(0.01, 2, similar.shape), 0)
     is_linear = seed % 3 > 1
     if is_linear:
@@ -46,7 +51,11 @@ def order(seed: int) -> ScoreBlend:
         log_prob=log_prob.astype(np.float32),
         popularity=np.log(random.dirichlet(np.ones(num_items))).astype(np.float32),
         neighbours=Neighbours(
-            similar, similarity.astype(np.float32), int(random.integers(1, 12)), seed % 3 > 0, is_linear
+            similar,
+            similarity.astype(np.float32),
+            int(random.integers(1, 12)),
+            seed % 3 > 0,
+            is_linear,
         )
         if seed % 5
         else None,
@@ -55,7 +64,9 @@ def order(seed: int) -> ScoreBlend:
 
 def scale_of(one: ScoreBlend, terms: list[np.ndarray]) -> float:
     named = zip(WEIGHTS, terms, strict=True)
-    return max(1.0, *(abs(one.weights[name]) * float(np.abs(term).max(initial=0)) for name, term in named))
+    return max(
+        1.0, *(abs(one.weights[name]) * float(np.abs(term).max(initial=0)) for name, term in named)
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -70,12 +81,18 @@ def test_the_kernel_is_the_definition(isa: str) -> None:
         if seed % 2:
             candidates = np.unique(candidates)
         retrieval, click, seen = random.normal(size=(3, len(candidates))).astype(np.float32)
-        counted = one.transitions(history, candidates), one.alike(history, candidates), one.popular(candidates)
+        counted = (
+            one.transitions(history, candidates),
+            one.alike(history, candidates),
+            one.popular(candidates),
+        )
         terms = [retrieval, click, *counted, seen]
         want = BlendSum(one)(history, candidates, retrieval, click, seen)
         np.testing.assert_array_equal(want, one.scores(*terms))
         got = BlendSum(one, backend)(history, candidates, retrieval, click, seen)
-        np.testing.assert_allclose(got, want, rtol=0, atol=ULPS * scale_of(one, terms), err_msg=str(seed))
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=ULPS * scale_of(one, terms), err_msg=str(seed)
+        )
         column = np.stack([click, click], 1)[:, 0]  # as the logits of a rank lie
         again = BlendSum(one, backend)(history, candidates, retrieval, column, seen)
         assert again.tobytes() == got.tobytes()
@@ -107,13 +124,23 @@ def test_a_sum_depends_on_no_other_known_candidate(isa: str) -> None:
 @pytest.mark.parametrize(("is_summed", "scale"), [(False, SCALE), (True, SCALE), (True, LINEAR)])
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_size_of_the_catalogue_changes_no_sum(isa: str, is_summed: bool, scale: float) -> None:
-    """Few items have a sum each; among many the candidates are looked up. To the last bit it is the same."""
+    """Few items have a sum each; among many the candidates are looked up.
+
+    To the last bit it is the same.
+    """
     random = np.random.default_rng(7)
     num_items, num_others, num_liked = 700, 80_000, 500
     similar, successors = table(random, num_items, 100), table(random, num_items, 100)
-    similarity = np.where(similar >= 0, random.uniform(0.01, 2, similar.shape), 0).astype(np.float32)
-    log_prob = np.where(successors >= 0, -random.uniform(3, 9, successors.shape), -np.inf).astype(np.float32)
-    rest, shares = random.uniform(0.1, 1, num_items).astype(np.float32), -random.uniform(3, 9, num_items)
+    similarity = np.where(similar >= 0, random.uniform(0.01, 2, similar.shape), 0).astype(
+        np.float32
+    )
+    log_prob = np.where(successors >= 0, -random.uniform(3, 9, successors.shape), -np.inf).astype(
+        np.float32
+    )
+    rest, shares = (
+        random.uniform(0.1, 1, num_items).astype(np.float32),
+        -random.uniform(3, 9, num_items),
+    )
     recent = random.integers(0, num_items, num_liked)
     candidates = random.integers(0, num_items, 200)  # some are there twice
     kernels = []
@@ -147,7 +174,9 @@ def test_the_size_of_the_catalogue_changes_no_sum(isa: str, is_summed: bool, sca
     np.testing.assert_allclose(only, want, rtol=0, atol=ULPS * 20 * max(1, want.max() / 20))
 
 
-@pytest.mark.parametrize("backend", [None, ReferenceBackend(), CPUBackend()], ids=["numpy", "reference", "cpu"])
+@pytest.mark.parametrize(
+    "backend", [None, ReferenceBackend(), CPUBackend()], ids=["numpy", "reference", "cpu"]
+)
 def test_what_is_not_there_counts_as_nothing(backend: CPUBackend | None) -> None:
     one = BlendSum(tiny_order(), backend)
     history, rows, click = np.arange(9), np.arange(40), np.arange(40, dtype=np.float32)
@@ -164,7 +193,9 @@ def test_rows_of_nothing_and_terms_of_other_candidates_are_no_memory_errors() ->
     one = BlendSum(tiny_order(), CPUBackend())
     assert isinstance(one._kernel, NativeOrder)
     rows = np.array([-1, 5, 1 << 40])
-    assert np.isfinite(one(np.array([1 << 41, -7, 3]), rows, None, np.zeros(3, np.float32), None)).all()
+    assert np.isfinite(
+        one(np.array([1 << 41, -7, 3]), rows, None, np.zeros(3, np.float32), None)
+    ).all()
     with pytest.raises(ValueError, match=r"shape \(2,\), there are 3"):
         one._kernel(BlendCall(rows, 3, 3, rows, np.zeros(2, np.float32), None, None))
     with pytest.raises(ValueError, match="more than the 3 events"):

@@ -20,7 +20,9 @@ from tests.models import Request, full, tiny_model
 
 def saved(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Checkpoint, str]:
     ids = np.random.default_rng(0).permutation(10_000)[:300]
-    checkpoint = Checkpoint(model=tiny_model(dtype), item_ids=ids, name="tiny", metrics={"auc": 0.5})
+    checkpoint = Checkpoint(
+        model=tiny_model(dtype), item_ids=ids, name="tiny", metrics={"auc": 0.5}
+    )
     return checkpoint, save(checkpoint, folder)
 
 
@@ -38,7 +40,9 @@ def test_a_ranker_without_relative_bias_has_no_tables(tmp_path: Path) -> None:
     """In its checkpoint; loaded it computes the same."""
     model = tiny_model(relative_bias="none")
     save(Checkpoint(model=model, item_ids=np.arange(300), name="tiny"), tmp_path)
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("_bias")]
+    assert not [
+        name for name in load_file(tmp_path / "model.safetensors") if name.endswith("_bias")
+    ]
     again = load(tmp_path).model
     again.items.freeze()
     assert again.config.relative_bias == "none"
@@ -168,7 +172,9 @@ def test_the_order_is_part_of_the_version_and_goes_with_its_model(tmp_path: Path
         (with_order(task="buy"), "no task 'buy' among click"),
     ],
 )
-def test_an_order_that_does_not_fit_is_rejected(tmp_path: Path, checkpoint: Checkpoint, words: str) -> None:
+def test_an_order_that_does_not_fit_is_rejected(
+    tmp_path: Path, checkpoint: Checkpoint, words: str
+) -> None:
     save(checkpoint, tmp_path)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)

@@ -1,7 +1,7 @@
 """The Ascend C kernels of ops/ascendc on this machine's CPU: built by g++ against the CPU emulator, called through ctypes.
 
-For tests and for `python -m benchmarks emulator`; no request ever runs here. It needs the source tree and
-g++. A build is kept under its sources' hash, so it is made once.
+For tests and for `python -m benchmarks emulator`; no request ever runs here. It needs the source
+tree and g++. A build is kept under its sources' hash, so it is made once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,26 @@ from npu_gr.core.errors import ConfigError
 SOURCES = Path(__file__).parents[2] / "ops" / "ascendc"
 BUILDS = Path(__file__).parents[2] / "build" / "ascend-emulator"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", f"-DNPU_GR_CANN={number(LEAST_CANN)}")
-SANITIZED_FLAGS = (*FLAGS, "-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZED_FLAGS = (
+    *FLAGS,
+    "-O0",
+    "-g1",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+)
 KINDS = (  # of vector instructions, in the order of `VectorKind` there
-    *("with_scalar", "with_tensor", "exp", "div", "compare", "select", "widen", "narrow", "gather", "compact"),
+    *(
+        "with_scalar",
+        "with_tensor",
+        "exp",
+        "div",
+        "compare",
+        "select",
+        "widen",
+        "narrow",
+        "gather",
+        "compact",
+    ),
 )
 COUNTERS = (  # the order of ops/ascendc/emulator/core.h
     "vector_instructions",
@@ -73,7 +90,8 @@ class EmulatorReport(NamedTuple):
     launches: int
     ub_bytes: int  # of one core's Unified Buffer, the most of any launch
     blocks: int  # cores of the first launch
-    tile: int  # elements; bytes of a column for beam_fork; queries, or tokens of a page, for the HSTU kernels
+    # elements; bytes of a column for beam_fork; queries, or tokens of a page, for the HSTU kernels
+    tile: int
     parts: int  # lists that were merged across cores, or rows of a step
 
 
@@ -99,7 +117,10 @@ def _hash(source: Path, flags: Sequence[str]) -> str:
 
 
 def build(
-    source: Path = SOURCES, folder: Path = BUILDS, flags: Sequence[str] = FLAGS, file: str = "emulator/library.cpp"
+    source: Path = SOURCES,
+    folder: Path = BUILDS,
+    flags: Sequence[str] = FLAGS,
+    file: str = "emulator/library.cpp",
 ) -> Path:
     """The shared library (or program) of `file`, compiled if its sources or flags are new.
 
@@ -107,13 +128,16 @@ def build(
         ConfigError: no sources here, no g++, or they do not compile.
     """
     if not (source / file).is_file():
-        raise ConfigError(f"the Ascend C sources are not at {source}: run from a checkout or the sdist")
+        raise ConfigError(
+            f"the Ascend C sources are not at {source}: run from a checkout or the sdist"
+        )
     compiler = shutil.which("g++")
     if compiler is None:
         raise ConfigError("the CPU emulator needs g++ in PATH")
     target = folder / f"{Path(file).stem}-{_hash(source, flags)}"
     folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)  # who wants the same library waits for it, and leaves no file of a lock
+    # who wants the same library waits for it, and leaves no file of a lock
+    lock = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_file():
@@ -173,19 +197,28 @@ class Emulator:
         if found != len(COUNTERS):
             raise ConfigError(f"the emulator has {found} counters, {len(COUNTERS)} are known here")
 
-    def call(self, name: str, knobs: Sequence[int], *arguments: Array | int | None) -> EmulatorReport:
+    def call(
+        self, name: str, knobs: Sequence[int], *arguments: Array | int | None
+    ) -> EmulatorReport:
         """Run a function of ops/ascendc/emulator/library.cpp: its knobs, then arrays and numbers in its order."""
         out = _Out()
         raw = [
-            ctypes.c_uint32(a) if isinstance(a, int) else ctypes.c_void_p(_address(a))  # every number is an uint32
+            # every number is an uint32
+            ctypes.c_uint32(a) if isinstance(a, int) else ctypes.c_void_p(_address(a))
             for a in arguments
         ]
-        status = getattr(self._library, name)((ctypes.c_uint32 * 5)(*knobs), *raw, ctypes.byref(out))
+        status = getattr(self._library, name)(
+            (ctypes.c_uint32 * 5)(*knobs), *raw, ctypes.byref(out)
+        )
         if status:
             text = bytes(out.error).decode()
             raise NoPlanError(text) if status == 1 else EmulatorError(text)
-        total, critical = (dict(zip(COUNTERS, column, strict=True)) for column in (out.total, out.critical))
-        return EmulatorReport(total, critical, out.launches, out.ub_bytes, out.blocks, out.tile, out.parts)
+        total, critical = (
+            dict(zip(COUNTERS, column, strict=True)) for column in (out.total, out.critical)
+        )
+        return EmulatorReport(
+            total, critical, out.launches, out.ub_bytes, out.blocks, out.tile, out.parts
+        )
 
     def cores(self) -> list[dict[str, int]]:
         """Return the counters of each core in this thread's last launch."""
@@ -197,7 +230,9 @@ class Emulator:
     def exp(self, x: F32) -> F32:
         """Exp as the emulator's vector unit computes it."""
         y = np.empty_like(x)
-        self._library.emulator_exp(ctypes.c_void_p(_address(x)), ctypes.c_void_p(_address(y)), ctypes.c_uint32(x.size))
+        self._library.emulator_exp(
+            ctypes.c_void_p(_address(x)), ctypes.c_void_p(_address(y)), ctypes.c_uint32(x.size)
+        )
         return y
 
     def masked_topk(
@@ -210,7 +245,10 @@ class Emulator:
         on: Machine = Machine(),
         dtype: str = "float32",
     ) -> tuple[F32, I32, EmulatorReport]:
-        """Values and indices [rows, k] of logits [rows, n]; see ops/ascendc/kernels/masked_topk.h."""
+        """Values and indices [rows, k] of logits [rows, n].
+
+        See ops/ascendc/kernels/masked_topk.h.
+        """
         rows, n = logits.shape
         value = np.full((rows, k), 7, np.float32)
         index = np.full((rows, k), 7, np.int32)
@@ -235,7 +273,10 @@ class Emulator:
         on: Machine = Machine(),
         dtype: str = "float32",
     ) -> tuple[F32, I32, I32, F32, EmulatorReport]:
-        """Score, parent, edge [k] and the norm [rows]; see ops/ascendc/kernels/csr_gather_topk.h."""
+        """Score, parent, edge [k] and the norm [rows].
+
+        See ops/ascendc/kernels/csr_gather_topk.h.
+        """
         rows, codes = logits.shape
         out = np.full(k, 7, np.float32), np.full(k, 7, np.int32), np.full(k, 7, np.int32)
         used = np.full(rows, 7, np.float32) if norm is None else norm
@@ -254,4 +295,6 @@ class Emulator:
         layers, held, slots, *rest = keys.shape
         slot_bytes = int(np.prod(rest, dtype=np.int64)) * keys.itemsize
         sizes = layers, held, len(parent), slots * slot_bytes, num_slots * slot_bytes
-        return self.call("emulator_beam_fork", (on.cores, on.ub_bytes, on.chunk), keys, values, parent, *sizes)
+        return self.call(
+            "emulator_beam_fork", (on.cores, on.ub_bytes, on.chunk), keys, values, parent, *sizes
+        )

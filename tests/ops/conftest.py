@@ -22,4 +22,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     for item in items:
         if item.get_closest_marker("mutation"):
-            item.add_marker(pytest.mark.skip(reason="minutes of mutants: ask for them with -m mutation"))
+            item.add_marker(
+                pytest.mark.skip(reason="minutes of mutants: ask for them with -m mutation")
+            )

@@ -1,7 +1,7 @@
 """Cases whose tensors have more than 2^32 elements: an offset of 32 bits is a wrong answer here, and nowhere else.
 
-No machine has the memory. The arrays are pages that nobody has touched, and the emulator runs the first and the last cores
-of a launch of millions.
+No machine has the memory. The arrays are pages that nobody has touched, and the emulator runs the
+first and the last cores of a launch of millions.
 """
 
 from __future__ import annotations
@@ -45,7 +45,17 @@ class FarTopk(NamedTuple):
             if bias is not None:
                 bias[row] = row % 7
         shape = (self.rows, n, k, n // 8)
-        emulator.call("emulator_masked_topk", (self.rows, 0, 0, 1), 0, logits, mask, bias, value, index, *shape)
+        emulator.call(
+            "emulator_masked_topk",
+            (self.rows, 0, 0, 1),
+            0,
+            logits,
+            mask,
+            bias,
+            value,
+            index,
+            *shape,
+        )
         allowed = np.unpackbits(mask[0], bitorder="little") != 0
         for row in seen:
             scores = np.where(allowed, logits[row], np.float32(-np.inf))
@@ -67,9 +77,13 @@ class FarFork(NamedTuple):
         planes = [untouched(layers, held, self.row_bytes, dtype=np.uint8) for _ in range(2)]
         random = np.random.default_rng(self.row_bytes)
         for plane in planes:
-            plane[:, :, : self.used_bytes] = random.integers(1, 256, (layers, held, self.used_bytes))
+            plane[:, :, : self.used_bytes] = random.integers(
+                1, 256, (layers, held, self.used_bytes)
+            )
         want = [plane[:, self.parent, : self.used_bytes].copy() for plane in planes]
         sizes = layers, held, held, self.row_bytes, self.used_bytes
-        emulator.call("emulator_beam_fork", (self.on.cores, 0, self.on.chunk), *planes, self.parent, *sizes)
+        emulator.call(
+            "emulator_beam_fork", (self.on.cores, 0, self.on.chunk), *planes, self.parent, *sizes
+        )
         for plane, rows in zip(planes, want, strict=True):
             assert np.array_equal(plane[:, :, : self.used_bytes], rows)

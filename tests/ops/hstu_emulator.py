@@ -63,7 +63,17 @@ def hstu_rows(
     counts = len(mixed), len(results[3]), planes[0].shape[1], len(planes[0]), len(page_ids)
     numbers = *counts, int(silu_all), bits(q_scale)
     knobs = on.cores, on.ub_bytes, on.tile, on.splits
-    return emulator.call("emulator_hstu_rows", knobs, sizes.numbers, mixed, meta, page_ids, *planes, *results, *numbers)
+    return emulator.call(
+        "emulator_hstu_rows",
+        knobs,
+        sizes.numbers,
+        mixed,
+        meta,
+        page_ids,
+        *planes,
+        *results,
+        *numbers,
+    )
 
 
 def hstu_scores(
@@ -94,7 +104,9 @@ def hstu_scores(
     positions = near.shape[2] - 2 * 288
     arrays = scores, meta, bounds, row_times, key_times, tables, near
     knobs = on.cores, on.ub_bytes, on.tile
-    return emulator.call("emulator_hstu_scores", knobs, sizes.numbers, *arrays, positions, bits(alpha))
+    return emulator.call(
+        "emulator_hstu_scores", knobs, sizes.numbers, *arrays, positions, bits(alpha)
+    )
 
 
 def hstu_finish(
@@ -127,4 +139,6 @@ def hstu_finish(
     group = norm.shape[1]
     numbers = len(u), group, int(out.shape[1] == 3), bits(scale), bits(1.0 / group), bits(eps)
     knobs = on.cores, on.ub_bytes, on.tile
-    return emulator.call("emulator_hstu_finish", knobs, sizes.numbers, attention, u, norm, meta, out, *numbers)
+    return emulator.call(
+        "emulator_hstu_finish", knobs, sizes.numbers, attention, u, norm, meta, out, *numbers
+    )

@@ -1,7 +1,8 @@
 """The fixed cases on a build of ops/ascendc/mutate.py, one mutant after the other, each in a process of its own.
 
-`python -m tests.ops.mutants LIBRARY` reads [[number, [op, ..]], ..] from its input, and writes a line of JSON for each:
-"survived", or "fell: " and why. The processes are forks of one that has everything imported.
+`python -m tests.ops.mutants LIBRARY` reads [[number, [op, ..]], ..] from its input, and writes a
+line of JSON for each: "survived", or "fell: " and why. The processes are forks of one that has
+everything imported.
 """
 
 from __future__ import annotations

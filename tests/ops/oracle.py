@@ -29,7 +29,10 @@ def narrowed(values: F32, dtype: str) -> tuple[Array, F32]:
 
 
 def best(scores: F32, k: int) -> tuple[F32, I32]:
-    """The k best of a list and where they stand: descending, ties by position, no NaN, no -inf; then (-inf, -1)."""
+    """The k best of a list and where they stand: descending, ties by position, no NaN, no -inf.
+
+    Then (-inf, -1).
+    """
     usable = np.flatnonzero(scores > NEG_INF)  # False for NaN
     order = usable[np.argsort(-scores[usable], kind="stable")][:k]
     value, index = np.full(k, NEG_INF, np.float32), np.full(k, -1, np.int32)
@@ -41,7 +44,9 @@ def same(got: Array, want: Array, what: str) -> None:
     assert got.shape == want.shape, what
     assert got.dtype == want.dtype, what
     wrong = np.flatnonzero(got.view(np.uint32).ravel() != want.view(np.uint32).ravel())
-    assert not len(wrong), f"{what}: at {wrong[:5]} got {got.ravel()[wrong[:5]]}, want {want.ravel()[wrong[:5]]}"
+    assert not len(wrong), (
+        f"{what}: at {wrong[:5]} got {got.ravel()[wrong[:5]]}, want {want.ravel()[wrong[:5]]}"
+    )
 
 
 class MaskedTopk(NamedTuple):
@@ -57,7 +62,9 @@ class MaskedTopk(NamedTuple):
         bits = packed(self.mask)
         if self.mask.shape[1] % 8:  # what stands in the last byte behind the row must not matter
             bits[:, -1] |= np.uint8(0xFF << self.mask.shape[1] % 8 & 0xFF)
-        value, index, report = emulator.masked_topk(stored, bits, self.k, self.bias, on=self.on, dtype=self.dtype)
+        value, index, report = emulator.masked_topk(
+            stored, bits, self.k, self.bias, on=self.on, dtype=self.dtype
+        )
         for row in range(len(held)):
             scores = np.where(self.mask[row], held[row], NEG_INF)
             if self.bias is not None:
@@ -112,11 +119,18 @@ class CsrGatherTopk(NamedTuple):
 
     def _norms(self, held: F32) -> F32:
         with np.errstate(divide="ignore"):
-            children = [held[row, self.code[self._children(row)]].astype(np.float64) for row in range(len(held))]
+            children = [
+                held[row, self.code[self._children(row)]].astype(np.float64)
+                for row in range(len(held))
+            ]
             return np.array([np.log(np.exp(values).sum()) for values in children], np.float32)
 
     def _candidates(self, held: F32, norm: F32) -> tuple[F32, I32, I32]:
-        scores, rows, edges = [np.empty(0, np.float32)], [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        scores, rows, edges = (
+            [np.empty(0, np.float32)],
+            [np.empty(0, np.int32)],
+            [np.empty(0, np.int32)],
+        )
         for row in range(len(held)):
             if not (norm[row] > NEG_INF and self.acc[row] > NEG_INF):
                 continue

@@ -1,4 +1,6 @@
-"""`python -m tests.ops.sanitized LIBRARY`: fixed cases and Hypothesis's on a sanitized emulator; prints `clean`.
+"""`python -m tests.ops.sanitized LIBRARY`: fixed cases and Hypothesis's on a sanitized emulator.
+
+Prints `clean`.
 
 Run with the sanitizers' libraries in LD_PRELOAD: numpy's arrays then have red zones around them.
 """

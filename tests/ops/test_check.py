@@ -26,14 +26,18 @@ class OnEmulator(HstuOnEmulator):
     """`torch.ops.npu_gr` of our kernels."""
 
     def masked_topk(self, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        made = self.emulator.masked_topk(array(logits), *map(array, rest), dtype=NAMES[logits.dtype])
+        made = self.emulator.masked_topk(
+            array(logits), *map(array, rest), dtype=NAMES[logits.dtype]
+        )
         return tuple(torch.from_numpy(x) for x in made[:2])
 
     def csr_gather_topk(self, logits: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         norm, acc, lo, degree, code, allowed, k = map(array, rest)
         name = NAMES[logits.dtype]
         bits = allowed.astype(np.uint8)
-        made = self.emulator.csr_gather_topk(array(logits), norm, acc, lo, degree, code, bits, k, dtype=name)
+        made = self.emulator.csr_gather_topk(
+            array(logits), norm, acc, lo, degree, code, bits, k, dtype=name
+        )
         return tuple(torch.from_numpy(x) for x in made[:3])
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:

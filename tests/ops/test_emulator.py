@@ -1,4 +1,7 @@
-"""The CPU emulator itself: each call as its page says, each misuse reported; the kernels again under the sanitizers."""
+"""The CPU emulator itself: each call as its page says, each misuse reported.
+
+The kernels again under the sanitizers.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,16 @@ from npu_gr.core.errors import ConfigError
 from tests.ops import ascend_emulator
 
 ROOT = Path(__file__).parents[2]
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here: the CPU emulator cannot be built")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="no g++ here: the CPU emulator cannot be built"
+)
 
 
 @needs_compiler
 def test_each_call_and_each_misuse() -> None:
-    program = ascend_emulator.build(flags=("-std=c++17", "-O0", "-pthread"), file="emulator/test_api.cpp")
+    program = ascend_emulator.build(
+        flags=("-std=c++17", "-O0", "-pthread"), file="emulator/test_api.cpp"
+    )
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout.endswith("checks, 0 failed\n")
@@ -29,7 +36,9 @@ def test_each_call_and_each_misuse() -> None:
 def test_kernels_under_the_sanitizers() -> None:
     """The fixed cases and some of Hypothesis's, in a process of their own that loads the sanitizers first."""
     runtimes = [
-        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
     if not all(Path(runtime).is_absolute() for runtime in runtimes):
@@ -41,7 +50,9 @@ def test_kernels_under_the_sanitizers() -> None:
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     command = [sys.executable, "-m", "tests.ops.sanitized", str(library)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout == "clean\n"
 

@@ -12,7 +12,10 @@ from tests.ops.fixed import FIXED
 from tests.ops.oracle import Case
 
 PROPERTY = settings(
-    deadline=None, derandomize=True, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    derandomize=True,
+    max_examples=120,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -64,7 +67,10 @@ def test_hstu_finish(emulator: Emulator, case: Case) -> None:
 def test_more_cores_move_no_more_bytes(emulator: Emulator) -> None:
     """Rows go to cores; none is split while there are enough of them."""
     random = np.random.default_rng(0)
-    logits, bits = random.normal(size=(96, 1024)).astype(np.float32), np.full((96, 128), 255, np.uint8)
+    logits, bits = (
+        random.normal(size=(96, 1024)).astype(np.float32),
+        np.full((96, 128), 255, np.uint8),
+    )
     one, many = (emulator.masked_topk(logits, bits, 16, on=Machine(cores))[2] for cores in (1, 48))
     assert (one.blocks, many.blocks, many.parts) == (1, 48, 1)
     assert one.total["mte2_bytes"] == many.total["mte2_bytes"] == 96 * (1024 * 4 + 128)
@@ -119,7 +125,9 @@ def test_a_child_outside_the_codebook_is_the_emulators_complaint(emulator: Emula
 def test_the_planned_buffers_are_the_ones_in_use(emulator: Emulator, k: int, dtype: str) -> None:
     """tiling.h's sum is what the kernel allocates, so a plan that fits does fit."""
     stored = np.zeros((2, 5000), np.float32 if dtype == "float32" else np.uint16)
-    report = emulator.masked_topk(stored, packed(np.ones((2, 5000), bool)), k, dtype=dtype, on=Machine(2, splits=1))[2]
+    report = emulator.masked_topk(
+        stored, packed(np.ones((2, 5000), bool)), k, dtype=dtype, on=Machine(2, splits=1)
+    )[2]
     tile, padded, size = report.tile, -(-k // 32) * 32, stored.itemsize
     mask = -(-(tile // 8) // 256) * 256
     planned = 2 * (tile * size + mask) + (4 * tile if size == 2 else 0) + 4 * tile + 32 + 8 * padded

@@ -48,7 +48,9 @@ def key(num_tokens: int, seed: int = 0) -> PrefixKey:
 
 
 def resident(num_tokens: int, seed: int = 0) -> PrefixEntry:
-    pool = PrefixPool(KVArena(LAYOUT, 64, torch.device("cpu")), 64 * LAYOUT.page_bytes, 1.0, lambda: 0.0)
+    pool = PrefixPool(
+        KVArena(LAYOUT, 64, torch.device("cpu")), 64 * LAYOUT.page_bytes, 1.0, lambda: 0.0
+    )
     return pool.reserve(key(num_tokens, seed), num_tokens)
 
 
@@ -78,7 +80,9 @@ ENTRY, COPY = resident(60), copied(70)
 def test_what_is_nearer_wins() -> None:
     running = producer()
     for entry, each, copy in itertools.product((ENTRY, None), (running, None), (COPY, None)):
-        got = choose(Existing(entry, each, copy, copy_pays=True, why_missing=Reason.EXPIRED), 100, 64)
+        got = choose(
+            Existing(entry, each, copy, copy_pays=True, why_missing=Reason.EXPIRED), 100, 64
+        )
         if entry is not None:
             assert got == UseResident(ENTRY)
         elif each is not None:
@@ -106,7 +110,9 @@ def test_only_an_unwanted_prefill_of_the_whole_history_is_adopted(state: Prefill
 
 
 def test_a_producer_has_a_limited_number_of_joiners() -> None:
-    assert choose(Existing(producer=producer(joiners=64)), 100, 64) == ComputeAll(Reason.REJECTED_LOAD)
+    assert choose(Existing(producer=producer(joiners=64)), 100, 64) == ComputeAll(
+        Reason.REJECTED_LOAD
+    )
 
 
 def test_the_longest_usable_prefix_counts() -> None:
@@ -140,7 +146,8 @@ async def test_what_a_rank_has_time_for() -> None:
         assert time(10.5).order_at == pytest.approx(10.05)  # its objective
         assert time(10.02).order_at == pytest.approx(10.02)  # or its deadline
         assert time(10.5).patience_s == pytest.approx(0.5 - 0.1 - 2 * MARGIN_S)
-        assert time(10.08).patience_s == pytest.approx(0.08 - MARGIN_S)  # no time to do without: until the end
+        # no time to do without: until the end
+        assert time(10.08).patience_s == pytest.approx(0.08 - MARGIN_S)
         assert time(9.0).patience_s == 0.0
         assert time(10.5).first_token == 0
         assert time(10.05).first_token == 60  # 40 ms for 40 tokens
@@ -152,7 +159,9 @@ async def test_what_a_rank_has_time_for() -> None:
 
 
 @given(left=st.floats(0, 2), a1=st.floats(0, 0.01))
-def test_after_waiting_there_is_time_to_do_without_or_no_time_was_there(left: float, a1: float) -> None:
+def test_after_waiting_there_is_time_to_do_without_or_no_time_was_there(
+    left: float, a1: float
+) -> None:
     class Idle:
         cost = CostModel(0.0, a1, 0.0, 0.0, 0.0)
         queue_s = 0.0
@@ -195,7 +204,11 @@ def test_the_oldest_is_forgotten_and_a_reload_changes_the_limit() -> None:
     signals = LastSignals(settings)
     for user in (A, B, A, C):  # A came again after B
         signals.remember(user, Verdict.PREINFER, 0.0)
-    assert [signals.why_missing(user) for user in (A, B, C)] == [Reason.EXPIRED, Reason.NO_SIGNAL, Reason.EXPIRED]
+    assert [signals.why_missing(user) for user in (A, B, C)] == [
+        Reason.EXPIRED,
+        Reason.NO_SIGNAL,
+        Reason.EXPIRED,
+    ]
     settings.relay = RelayConfig(max_remembered=100)
     signals.remember(B, Verdict.PREINFER, 0.0)
     assert signals.why_missing(A) is Reason.EXPIRED

@@ -24,7 +24,9 @@ from tests.engine.kv_cache.invariants import check_pool
 from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
 
 
-@pytest.mark.parametrize("where", ["prefill", "reload", "spill", "reserve", "dram_reserve", "verify"])
+@pytest.mark.parametrize(
+    "where", ["prefill", "reload", "spill", "reserve", "dram_reserve", "verify"]
+)
 async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted failure in each part: the scores are the cold ones, and nothing is left behind."""
     async with bench() as b:
@@ -75,7 +77,12 @@ async def test_no_failure_reaches_the_caller(where: str, monkeypatch: pytest.Mon
         if where != "verify":
             assert not b.has_leaked()
         assert b.pool.reserved_bytes == 0
-        planted = {"prefill": ["prefill"], "reload": ["reload"], "spill": ["spill"], "verify": ["reload"]}
+        planted = {
+            "prefill": ["prefill"],
+            "reload": ["reload"],
+            "spill": ["spill"],
+            "verify": ["reload"],
+        }
         assert b.errors == planted.get(where, [])
 
 
@@ -123,14 +130,21 @@ async def test_a_rank_that_keeps_is_no_pre_infer() -> None:
 
 
 async def test_a_user_erased_while_ranked_may_be_ranked_again_meanwhile() -> None:
-    """The first pass writes into pages that nobody will find; who comes meanwhile does without it, at once."""
+    """The first pass writes into pages that nobody will find.
+
+    Who comes meanwhile does without it, at once.
+    """
     async with bench(dram_pages=0) as b:
         history = tokens(100)
         async with b.relay.lease(USER, history, 1, time.monotonic() + 30):
             erasing = asyncio.create_task(b.relay.erase(USER))
             await asyncio.sleep(0.01)
             lease, scores = await b.rank(history)
-            assert (lease.outcome, lease.reason, lease.keep) == (Outcome.MISS_FULL, Reason.NO_SIGNAL, None)
+            assert (lease.outcome, lease.reason, lease.keep) == (
+                Outcome.MISS_FULL,
+                Reason.NO_SIGNAL,
+                None,
+            )
             assert same(scores, await b.cold(history))
         await erasing
         await b.idle()
@@ -155,7 +169,9 @@ async def test_what_a_rank_discards_is_encoded_again_for_those_who_wait() -> Non
 
 
 async def test_who_has_discarded_publishes_nothing_of_who_adopts_after_it() -> None:
-    """A rank discards, its pre-infer is restarted for a second one, which leaves; a third rank adopts it.
+    """A rank discards, its pre-infer is restarted for a second one, which leaves.
+
+    A third rank adopts it.
 
     The first rank still runs, without prefix. When it ends, the third has written nothing yet.
     """
@@ -181,7 +197,9 @@ async def test_who_has_discarded_publishes_nothing_of_who_adopts_after_it() -> N
         assert not b.has_leaked()
 
 
-async def test_an_erased_user_who_comes_back_is_spilled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_erased_user_who_comes_back_is_spilled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The copy of before still runs, and will come to nothing."""
     async with bench() as b:
         history, go, copy = tokens(100), asyncio.Event(), b.engine.copy
@@ -206,7 +224,10 @@ async def test_an_erased_user_who_comes_back_is_spilled_again(monkeypatch: pytes
 async def test_a_rank_that_goes_away_while_it_takes_a_pre_infer_over(
     others: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the very turn of the loop in which the pre-infer stops; who has joined gets it all the same."""
+    """In the very turn of the loop in which the pre-infer stops.
+
+    Who has joined gets it all the same.
+    """
     async with bench() as b:
         history, go, prefill, errors = tokens(100), asyncio.Event(), b.engine.prefill, list[Any]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
@@ -311,7 +332,9 @@ async def test_bytes_never_exceed_the_budget(streams: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whoever_comes_goes_or_fails_in_any_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_whoever_comes_goes_or_fails_in_any_order(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Signals, ranks that are cancelled at any point or discard what they have, erasures, passes that fail."""
     random, errors = np.random.default_rng(seed), list[Any]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
@@ -328,13 +351,22 @@ async def test_whoever_comes_goes_or_fails_in_any_order(seed: int, monkeypatch: 
         monkeypatch.setattr(b.engine, "forward", fails_at_times)
 
         async def rank(which: int) -> None:
-            user, history, deadline_at = UserKey("", str(which // 2)), histories[which], time.monotonic() + 30
+            user, history, deadline_at = (
+                UserKey("", str(which // 2)),
+                histories[which],
+                time.monotonic() + 30,
+            )
             async with b.relay.lease(user, history, len(CANDIDATES), deadline_at) as lease:
                 if random.random() < 0.1:
                     lease.discard()
                     return
                 work = RankPass(
-                    history, lease.first_token, CANDIDATES, 1_700_000_000, cached=lease.cached, keep=lease.keep
+                    history,
+                    lease.first_token,
+                    CANDIDATES,
+                    1_700_000_000,
+                    cached=lease.cached,
+                    keep=lease.keep,
                 )
                 scores = (await b.engine.rank(work, deadline_at)).logits
             assert same(scores, want[which])

@@ -1,4 +1,7 @@
-"""Long pieces of work come one after the other and leave the loop as much time; nobody waits longer than it may."""
+"""Long pieces of work come one after the other and leave the loop as much time.
+
+Nobody waits longer than it may.
+"""
 
 from __future__ import annotations
 

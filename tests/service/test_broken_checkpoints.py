@@ -76,7 +76,9 @@ BROKEN = {
     huge: "scores of",
     constant: "have the same score of",
 }
-every_fault = pytest.mark.parametrize(("change", "words"), BROKEN.items(), ids=[change.__name__ for change in BROKEN])
+every_fault = pytest.mark.parametrize(
+    ("change", "words"), BROKEN.items(), ids=[change.__name__ for change in BROKEN]
+)
 
 
 def broken(source: Path, target: Path, change: Change) -> Path:
@@ -100,7 +102,11 @@ async def reload(client: TestClient[Any, Any]) -> tuple[int, dict[str, Any]]:
 
 async def gauge(client: TestClient[Any, Any], what: str) -> float:
     text = await (await client.get("/metrics")).text()
-    (line,) = (x for x in text.splitlines() if x.startswith(f'npu_gr_last_reload_successful{{what="{what}"}}'))
+    (line,) = (
+        x
+        for x in text.splitlines()
+        if x.startswith(f'npu_gr_last_reload_successful{{what="{what}"}}')
+    )
     return float(line.rsplit(" ", 1)[1])
 
 
@@ -113,7 +119,9 @@ async def test_an_instance_does_not_start_with_a_broken_ranker(
     file.add("good", 1)
     folder = broken(tmp_path / "good", tmp_path / "bad", change)
     with pytest.raises(CheckpointError) as error:
-        async with instance(make_config(tmp_path, checkpoint=str(folder), relay={"enabled": relay})):
+        async with instance(
+            make_config(tmp_path, checkpoint=str(folder), relay={"enabled": relay})
+        ):
             pass
     assert f"checkpoint {folder}: self-test: " in str(error.value)
     assert words in str(error.value)
@@ -187,17 +195,23 @@ async def test_a_broken_generator_is_rejected(tmp_path: Path, change: Change, wo
         ({"items": np.full((40, 8), np.nan, np.float32)}, "items has a value that is not finite"),
     ],
 )
-async def test_broken_vectors_are_rejected(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+async def test_broken_vectors_are_rejected(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
     match = match_section(tmp_path)
     folder = Path(match["vectors"])
     async with serving(tmp_path, match=match) as (client, _):
-        before = await (await client.post("/v1/match", json={"user_id": "known", "num_items": 5})).json()
+        before = await (
+            await client.post("/v1/match", json={"user_id": "known", "num_items": 5})
+        ).json()
         await asyncio.to_thread(save, make_vectors(**changes), folder)
         async with client.post("/v1/match/reload") as response:
             assert response.status == 422
             assert words in (await response.json())["detail"]
         assert await gauge(client, "vectors") == 0
-        after = await (await client.post("/v1/match", json={"user_id": "known", "num_items": 5})).json()
+        after = await (
+            await client.post("/v1/match", json={"user_id": "known", "num_items": 5})
+        ).json()
         assert after["items"] == before["items"]
     with pytest.raises(ConfigError, match=words):
         async with instance(make_config(tmp_path, match=match)):

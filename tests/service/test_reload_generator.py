@@ -44,12 +44,18 @@ async def reload(client: Client, status: int = 200) -> dict[str, Any]:
         return answer
 
 
-async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp_path: Path) -> None:
+async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(
+    tmp_path: Path,
+) -> None:
     file = Generators(tmp_path)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
         old = await generate(client, num_items=20)
         want = {old["model_version"]: old["items"]}
-        seen, stop, engine = list[str](), asyncio.Event(), weakref.ref(service.versions.generator().engine)
+        seen, stop, engine = (
+            list[str](),
+            asyncio.Event(),
+            weakref.ref(service.versions.generator().engine),
+        )
 
         async def ask(number: int) -> None:
             while not stop.is_set():
@@ -93,7 +99,9 @@ async def test_no_generate_fails_and_every_answer_is_of_the_version_it_names(tmp
         assert engine() is None, "the old version is still held by somebody"
 
 
-async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_file_is_read(tmp_path: Path) -> None:
+async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_file_is_read(
+    tmp_path: Path,
+) -> None:
     file = Generators(tmp_path)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
         best = (await generate(client, num_items=5))["items"][0]
@@ -125,7 +133,9 @@ async def test_new_weights_keep_what_was_changed_in_the_catalogue_and_another_fi
         (None, "generate: an instance cannot"),
     ],
 )
-async def test_what_cannot_be_served_changes_nothing(tmp_path: Path, changes: dict[str, Any] | None, word: str) -> None:
+async def test_what_cannot_be_served_changes_nothing(
+    tmp_path: Path, changes: dict[str, Any] | None, word: str
+) -> None:
     """Not the ranker either, whose new version was ready."""
     file = Generators(tmp_path)
     file.add("better ranker", 2)
@@ -136,7 +146,10 @@ async def test_what_cannot_be_served_changes_nothing(tmp_path: Path, changes: di
             service.versions.generator(),
             service.versions.ranker().relay.tiers[0].on_erased,
         )
-        file.use("better ranker", **({} if changes is None else {"generate": section(tmp_path, **changes)}))
+        file.use(
+            "better ranker",
+            **({} if changes is None else {"generate": section(tmp_path, **changes)}),
+        )
         assert word in (await reload(client, status=422))["detail"]
         assert (service.versions.ranker(), service.versions.generator()) == (ranker, generator)
         assert service.versions.ranker().relay.tiers[0].on_erased is erased

@@ -71,11 +71,15 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path) -> None:
         url = str(client.make_url("/"))
         with pytest.raises(Unavailable, match="/debug/config: 401"):
             await evaluate(url, url, cases[:1], [FIRST_ID])
-        keyed = await evaluate(url, url, cases[:1], range(FIRST_ID, FIRST_ID + NUM_ITEMS), api_key=secret("all"))
+        keyed = await evaluate(
+            url, url, cases[:1], range(FIRST_ID, FIRST_ID + NUM_ITEMS), api_key=secret("all")
+        )
         assert len(keyed.ranks["recommend"]) == 1
     async with serving(tmp_path, watched=False) as (client, _):
         with pytest.raises(Unavailable, match="404: is that the admin address"):
-            await evaluate(str(client.make_url("/")), str(client.make_url("/v1")), cases, [FIRST_ID])
+            await evaluate(
+                str(client.make_url("/")), str(client.make_url("/v1")), cases, [FIRST_ID]
+            )
         with pytest.raises(Unavailable, match="needs section recommend"):
             await evaluate(str(client.make_url("/")), str(client.make_url("/")), cases, [FIRST_ID])
 
@@ -88,18 +92,28 @@ def test_what_a_user_had_is_asked_for_where_most_next_items_are_repeats() -> Non
     assert hides_seen([*cases[:3], *again[:3]])
     assert not hides_seen([*cases[:2], *again[:3]])
     assert hides_seen([])
-    assert [repeat_ratio(some) for some in (cases, again, [*cases[:1], *again[:3]], [])] == [0.0, 1.0, 0.75, 0.0]
+    assert [repeat_ratio(some) for some in (cases, again, [*cases[:1], *again[:3]], [])] == [
+        0.0,
+        1.0,
+        0.75,
+        0.0,
+    ]
 
 
 def test_a_case_names_its_actions() -> None:
     events = log()
     known = np.arange(len(events)) < 6 * 11
-    stars, named = (next_events(each, known, 1)[0] for each in (events, replace(events, action_names=("view", "buy"))))
+    stars, named = (
+        next_events(each, known, 1)[0]
+        for each in (events, replace(events, action_names=("view", "buy")))
+    )
     assert stars.body("t")["history"]["actions"] == [1.0] * 11
     assert named.body("t")["history"]["actions"] == ["buy"] * 11
 
 
-async def test_a_request_that_is_rejected_for_load_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_is_rejected_for_load_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     statuses = [429, 429, 200, 429]
 
     async def answer(_: web.Request) -> web.Response:
@@ -122,7 +136,11 @@ async def test_a_request_that_is_rejected_for_load_is_sent_again(monkeypatch: py
     ("hides", "ratio", "words"),
     [
         (True, 0.0, "seen items left out"),
-        (True, 0.125, "seen items left out: 12.5% of the next items are repeats, which no way can find"),
+        (
+            True,
+            0.125,
+            "seen items left out: 12.5% of the next items are repeats, which no way can find",
+        ),
         (False, 0.75, "seen items too: 75.0% of the next items are repeats"),
     ],
 )

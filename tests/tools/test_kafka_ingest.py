@@ -43,7 +43,17 @@ def messages(num: int, first: int = 0) -> tuple[list[tuple[int, bytes]], Histori
 
 @contextmanager
 def consumer(broker: Broker, folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "npu_gr", "consume", "--brokers", broker.address, "--topic", "events", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "npu_gr",
+        "consume",
+        "--brokers",
+        broker.address,
+        "--topic",
+        "events",
+        *words,
+    ]
     command += ["--dead-letters", str(folder / "dead.jsonl")]
     with (folder / "consumer.log").open("a") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -71,7 +81,9 @@ def until(folder: Path, process: subprocess.Popen[str], num: int) -> None:
     ends_at = time.monotonic() + 120
     while count(folder) < num:
         assert process.poll() is None, (folder / "consumer.log").read_text()
-        assert time.monotonic() < ends_at, f"{count(folder)} of {num}: " + (folder / "consumer.log").read_text()
+        assert time.monotonic() < ends_at, (f"{count(folder)} of {num}: ") + (
+            folder / "consumer.log"
+        ).read_text()
         time.sleep(0.01)
 
 
@@ -81,7 +93,11 @@ def test_killed_in_the_middle_it_counts_each_message_once(tmp_path: Path) -> Non
     port = free_port()
     config = write(tmp_path, server={"port": port, "drain_grace_s": 0.1})
     sent, users = messages(500)
-    poison = [(0, b"no JSON"), (1, b"{}"), (2, json.dumps({"user": "u", "item": 1, "event": "nap"}).encode())]
+    poison = [
+        (0, b"no JSON"),
+        (1, b"{}"),
+        (2, json.dumps({"user": "u", "item": 1, "event": "nap"}).encode()),
+    ]
     broker.send([*sent[:150], *poison, *sent[150:250]])
     url = f"http://127.0.0.1:{port}"
     with service(config, port):
@@ -91,14 +107,17 @@ def test_killed_in_the_middle_it_counts_each_message_once(tmp_path: Path) -> Non
             process.wait()
         broker.send(sent[250:])
         metrics_port = free_port()
-        with consumer(broker, tmp_path, "--url", url, "--metrics-port", str(metrics_port)) as process:
+        with consumer(
+            broker, tmp_path, "--url", url, "--metrics-port", str(metrics_port)
+        ) as process:
             until(tmp_path, process, 500)
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics") as answer:
                 text = answer.read().decode()
             told = ended(process)
             assert re.fullmatch(r"\d+ written, \d+ known, \d+ dead", told)
             assert 'npu_gr_consume_messages_total{result="written"}' in text
-        with consumer(broker, tmp_path, "--url", url) as process:  # everything was committed: nothing comes again
+        # everything was committed: nothing comes again
+        with consumer(broker, tmp_path, "--url", url) as process:
             last, more = messages(20, 500)
             broker.send(last)
             until(tmp_path, process, 520)

@@ -1,4 +1,7 @@
-"""The next item is ranked among all items, and among those that the user has not had; it never leaves itself out."""
+"""The next item is ranked among all items, and among those that the user has not had.
+
+It never leaves itself out.
+"""
 
 from __future__ import annotations
 

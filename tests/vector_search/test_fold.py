@@ -1,4 +1,7 @@
-"""Users with new items are matched by a folded vector; tests/train/match/test_model.py checks the vector itself."""
+"""Users with new items are matched by a folded vector.
+
+Tests/train/match/test_model.py checks the vector itself.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,16 @@ def test_who_is_folded_and_what_is_found(tmp_path: Path) -> None:
     assert vectors.folding is not None
 
     def search(user: str, *rows: int, **changes: Any) -> Any:
-        asked: dict[str, Any] = {"exclude_seen": True, "allow_items": None, "deny_items": None} | changes
+        asked: dict[str, Any] = {
+            "exclude_seen": True,
+            "allow_items": None,
+            "deny_items": None,
+        } | changes
         return matcher.search_for(UserKey("", user), 6, history=ids(*rows), **asked)
 
     assert search("stranger").basis is Basis.POPULARITY
-    assert search("stranger", 20, -3).basis is Basis.POPULARITY  # an item that learnt nothing, one that is unknown
+    # an item that learnt nothing, one that is unknown
+    assert search("stranger", 20, -3).basis is Basis.POPULARITY
     assert search(KNOWN, 1, 5).basis is Basis.TARGET  # nothing that the training did not know
     assert search(COLD).basis is Basis.SOURCE
     stranger, known, cold = search("stranger", 9, 3, 9, 20), search(KNOWN, 9), search(COLD, 3)

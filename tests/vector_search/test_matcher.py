@@ -1,6 +1,7 @@
 """The approximate index finds most of what the exact one finds, and never a hidden item.
 
-Each user is matched by the right basis, filters come before the top-k, and damaged files are rejected.
+Each user is matched by the right basis, filters come before the top-k, and damaged files are
+rejected.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ SOURCE = VECTORS.source
 
 
 def brute(scores: np.ndarray[tuple[int], np.dtype[np.float32]], off: set[int], k: int) -> list[int]:
-    return sorted((row for row in range(len(scores)) if row not in off), key=lambda row: (-scores[row], row))[:k]
+    return sorted(
+        (row for row in range(len(scores)) if row not in off), key=lambda row: (-scores[row], row)
+    )[:k]
 
 
 def ids(*rows: int) -> I64:
@@ -67,11 +70,18 @@ def ids(*rows: int) -> I64:
 
 @pytest.mark.parametrize(
     ("user", "basis"),
-    [(KNOWN, Basis.TARGET), (COLD, Basis.SOURCE), ("nobody's", Basis.POPULARITY), ("stranger", Basis.POPULARITY)],
+    [
+        (KNOWN, Basis.TARGET),
+        (COLD, Basis.SOURCE),
+        ("nobody's", Basis.POPULARITY),
+        ("stranger", Basis.POPULARITY),
+    ],
 )
 @pytest.mark.parametrize("allow", [None, ids(1, 2, 3, 11, 12, 30)])
 @pytest.mark.parametrize("deny", [None, ids(2, 4, 30)])
-def test_each_user_is_served_as_the_page_says(user: str, basis: Basis, allow: I64 | None, deny: I64 | None) -> None:
+def test_each_user_is_served_as_the_page_says(
+    user: str, basis: Basis, allow: I64 | None, deny: I64 | None
+) -> None:
     scores = {
         Basis.TARGET: VECTORS.items @ VECTORS.users[0],
         Basis.SOURCE: VECTORS.items @ VECTORS.users[1],
@@ -125,13 +135,22 @@ def test_vectors_that_know_no_source_serve_a_cold_user_by_popularity() -> None:
 
 
 def test_near_duplicates_of_what_a_history_says_are_hidden_too() -> None:
-    search = MATCHER.search_for(UserKey("", "stranger"), 40, True, None, None, np.array([11, *ids(3)]))
+    search = MATCHER.search_for(
+        UserKey("", "stranger"), 40, True, None, None, np.array([11, *ids(3)])
+    )
     assert search.hidden.tolist() == [3, 8, 9]
-    again = MATCHER.search_for(UserKey("", "stranger"), 40, False, None, None, np.array([11, *ids(3)]))
+    again = MATCHER.search_for(
+        UserKey("", "stranger"), 40, False, None, None, np.array([11, *ids(3)])
+    )
     assert len(again.hidden) == 0
     no_ids = make_vectors(source=replace(SOURCE, ids=None))  # they mean other items in the target
     matcher = Matcher(no_ids, "exact", CPUBackend())
-    assert len(matcher.search_for(UserKey("", "stranger"), 40, True, None, None, np.array([11])).hidden) == 0
+    assert (
+        len(
+            matcher.search_for(UserKey("", "stranger"), 40, True, None, None, np.array([11])).hidden
+        )
+        == 0
+    )
     assert matcher.search_for(UserKey("", COLD), 40, True, None, None).hidden.tolist() == [8, 9]
 
 
@@ -160,11 +179,16 @@ def pairs(want: Any, got: Any) -> list[tuple[Any, Any]]:
     [
         (lambda folder: (folder / "vectors.safetensors").unlink(), "No such file"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "truncated"),
-        (lambda folder: flip(folder / "vectors.safetensors"), "not the file that manifest.json names"),
+        (
+            lambda folder: flip(folder / "vectors.safetensors"),
+            "not the file that manifest.json names",
+        ),
         (lambda folder: edit(folder / "manifest.json", format=1), "format 1, this version reads 2"),
     ],
 )
-def test_a_damaged_folder_is_rejected(damage: Callable[[Path], object], says: str, tmp_path: Path) -> None:
+def test_a_damaged_folder_is_rejected(
+    damage: Callable[[Path], object], says: str, tmp_path: Path
+) -> None:
     save(VECTORS, tmp_path)
     damage(tmp_path)
     with pytest.raises(DataError, match=says):
@@ -191,11 +215,19 @@ def edit(path: Path, **changes: object) -> None:
         ({"seen_starts": np.array([0, 3, 2, 3])}, "seen_starts do not part seen_items"),
         ({"source": replace(SOURCE, ids=np.array([1, 1, 2]))}, "source.ids must ascend"),
         ({"source": replace(SOURCE, ids=np.array([1, 2]))}, "source.ids is"),
-        ({"source": replace(SOURCE, near_duplicate_items=np.array([8, 9, 40], np.int32))}, "source.near_duplicate_items has a row"),
-        ({"source": replace(SOURCE, seen_items=np.array([2, 0, 3], np.int32))}, "source.seen_items has a row"),
+        (
+            {"source": replace(SOURCE, near_duplicate_items=np.array([8, 9, 40], np.int32))},
+            "source.near_duplicate_items has a row",
+        ),
+        (
+            {"source": replace(SOURCE, seen_items=np.array([2, 0, 3], np.int32))},
+            "source.seen_items has a row",
+        ),
     ],
 )
-def test_vectors_that_do_not_fit_are_rejected(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_vectors_that_do_not_fit_are_rejected(
+    change: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     save(make_vectors(**change), tmp_path)
     with pytest.raises(DataError, match=says):
         load(tmp_path)
@@ -221,7 +253,9 @@ def test_two_tenants_users_of_one_name_are_two_users(tmp_path: Path) -> None:
 def test_other_tenants_are_another_version(tmp_path: Path) -> None:
     """A reload serves vectors whose users got their tenants, though every vector is as it was."""
     versions = {
-        save(make_vectors(user_keys=[UserKey(tenant, name) for name in (KNOWN, COLD, "x")]), tmp_path)
+        save(
+            make_vectors(user_keys=[UserKey(tenant, name) for name in (KNOWN, COLD, "x")]), tmp_path
+        )
         for tenant in ("", "a", "b")
     }
     assert len(versions) == 3
@@ -230,14 +264,21 @@ def test_other_tenants_are_another_version(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "says"),
     [
-        ({"user_tenants": np.array([0, 1, 2], np.int32)}, "not one of 2 tenants for each of 3 users"),
+        (
+            {"user_tenants": np.array([0, 1, 2], np.int32)},
+            "not one of 2 tenants for each of 3 users",
+        ),
         ({"user_tenants": np.array([0, 1, -1], np.int32)}, "not one of 2 tenants"),
         ({"user_tenants": np.array([0, 1], np.int32)}, "not one of 2 tenants"),
         ({"user_tenants": np.array([0, 0, 1], np.int32)}, "a user is there twice"),
     ],
 )
-def test_users_without_a_tenant_of_theirs_are_rejected(tensors: dict[str, Any], says: str, tmp_path: Path) -> None:
-    save(make_vectors(user_keys=[UserKey("a", "u"), UserKey("b", "u"), UserKey("b", "v")]), tmp_path)
+def test_users_without_a_tenant_of_theirs_are_rejected(
+    tensors: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    save(
+        make_vectors(user_keys=[UserKey("a", "u"), UserKey("b", "u"), UserKey("b", "v")]), tmp_path
+    )
     path = tmp_path / "vectors.safetensors"
     save_file(load_file(path) | {"user_names": np.frombuffer(b"uuv", np.uint8)} | tensors, path)
     edit(tmp_path / "manifest.json", version=xxhash.xxh3_128_hexdigest(path.read_bytes()))

@@ -11,7 +11,8 @@ from npu_gr.vector_search.fold import SourceItems
 from npu_gr.vector_search.vectors import Vectors
 
 FIRST_ID = 100  # external ids are rows x 2 + this; those of the source's items are 11, 13 and 15
-TWINS = {"known": {6}, "cold": {8, 9}}  # target rows that are near-duplicates of what each user has in the source
+# target rows that are near-duplicates of what each user has in the source
+TWINS = {"known": {6}, "cold": {8, 9}}
 KNOWN, COLD = "known", "cold"  # users: with target history; with source history only
 
 

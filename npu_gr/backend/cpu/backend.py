@@ -45,8 +45,8 @@ class CPUBackend(TorchOps):
         """Load the kernels.
 
         Args:
-            mode: "auto" uses the kernels if they are built and warns if not, "require" raises if they are not, "off"
-                uses torch ops alone.
+            mode: "auto" uses the kernels if they are built and warns if not, "require" raises if
+                they are not, "off" uses torch ops alone.
             isa: a lower instruction set than the CPU's best, for tests and measurements.
 
         Raises:
@@ -60,7 +60,10 @@ class CPUBackend(TorchOps):
         except NativeError as error:
             if mode == "require" or isa:
                 raise ConfigError(f"native: the CPU kernels are required, but {error}") from error
-            log.warning("the CPU kernels are missing, torch ops run instead, several times slower: %s", error)
+            log.warning(
+                "the CPU kernels are missing, torch ops run instead, several times slower: %s",
+                error,
+            )
         self._hstu: HstuKernels | None = None
         if self.native:
             self.kernels = self.native.isa
@@ -79,7 +82,13 @@ class CPUBackend(TorchOps):
         return super().beam_topk(call)
 
     def gathered_topk(
-        self, hidden: Tensor, weight: Tensor, acc: Tensor, follow: Continuations, width: int, scale: float = 1.0
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        acc: Tensor,
+        follow: Continuations,
+        width: int,
+        scale: float = 1.0,
     ) -> Choices:
         if self.native and self._topk.takes(hidden, acc, follow):
             return self._topk.gathered_topk(hidden, weight, acc, follow, width, scale)
@@ -116,8 +125,13 @@ class CPUBackend(TorchOps):
             super().pack_kv(into, first_token, k, v)
 
     def affine(self, x: Tensor, layer: nn.Linear, first: int, last: int, is_silu: bool) -> Tensor:
-        # a weight made under inference_mode has no version counter, so a write to it would go unnoticed
-        if self._hstu and {x.dtype, layer.weight.dtype} <= set(ELEMENT) and not layer.weight.is_inference():
+        # a weight made under inference_mode has no version counter, so a write to it would go
+        # unnoticed
+        if (
+            self._hstu
+            and {x.dtype, layer.weight.dtype} <= set(ELEMENT)
+            and not layer.weight.is_inference()
+        ):
             return self._affine(x, layer, first, last, is_silu)
         return super().affine(x, layer, first, last, is_silu)
 

@@ -1,9 +1,10 @@
 """The memory of keys and values: the pages of one tier (`KVArena`), and what beams add (`BeamArena`).
 
-Every page is allocated and touched at start, and read in place. Keys and values are separate planes,
-`[layer, page, token, head, dim]`. So consecutive pages of a layer are one contiguous `[tokens, heads, dim]`
-slab: attention reads it without a gather, and a copy between tiers is a few long copies. If the layout says
-`tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and a run is one `Tiles`.
+Every page is allocated and touched at start, and read in place. Keys and values are separate
+planes, `[layer, page, token, head, dim]`. So consecutive pages of a layer are one contiguous
+`[tokens, heads, dim]` slab: attention reads it without a gather, and a copy between tiers is a few
+long copies. If the layout says `tiles`, a page is `[tile, head, dims x 64 tokens]` instead, and a
+run is one `Tiles`.
 
 Only device threads call these methods.
 """
@@ -23,7 +24,8 @@ from npu_gr.backend.torch_ops import PlainOps
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 
 Slab = tuple[Tensor, Tensor]
-LayerKV = Sequence[Slab | Tiles] | None  # all tokens of a layer; None = read the rows that the pass computed
+# all tokens of a layer; None = read the rows that the pass computed
+LayerKV = Sequence[Slab | Tiles] | None
 Pack = Callable[[Tiles, int, Tensor, Tensor], None]  # the signature of `tiles.pack`
 PINNED_CHUNK_BYTES = 1 << 26  # under 128 MB, and a power of two: torch's allocator rounds up to one
 
@@ -32,7 +34,12 @@ class KVArena:
     """`num_pages` pages of one layout on one device."""
 
     def __init__(
-        self, layout: KVLayout, num_pages: int, device: torch.device, pinned: bool = False, pack: Pack = pack
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        device: torch.device,
+        pinned: bool = False,
+        pack: Pack = pack,
     ) -> None:
         """Allocate the pages.
 
@@ -49,9 +56,16 @@ class KVArena:
         group = TILE_TOKENS if layout.arrangement == "tiles" else 1
         rows = layout.page_tokens // group
         page_bytes = (
-            layout.num_layers * rows * layout.num_heads * max(layout.widths) * group * layout.torch_dtype.itemsize
+            layout.num_layers
+            * rows
+            * layout.num_heads
+            * max(layout.widths)
+            * group
+            * layout.torch_dtype.itemsize
         )
-        self._chunk_pages = max(1, PINNED_CHUNK_BYTES // page_bytes) if pinned else max(1, num_pages)
+        self._chunk_pages = (
+            max(1, PINNED_CHUNK_BYTES // page_bytes) if pinned else max(1, num_pages)
+        )
 
         def plane(width: int) -> list[Tensor]:
             # zero_ after empty touches every page now, so that no request pays for the first fault
@@ -61,13 +75,16 @@ class KVArena:
             shape = (rows, layout.num_heads, width * group)
             return [made(layout.num_layers, count, *shape).zero_() for count in pages]
 
-        self._keys, self._values = (plane(width) for width in layout.widths)  # chunks [layer, page, ...]
+        # chunks [layer, page, ...]
+        self._keys, self._values = (plane(width) for width in layout.widths)
         self._pinned = pinned
 
     def _slab(self, layer: int, run: PageRun) -> Slab:
         assert not self._pinned, "a run of page-locked memory may lie in several chunks"
         pages = slice(run.first_page, run.first_page + run.num_pages)
-        return self._keys[0][layer, pages].flatten(0, 1), self._values[0][layer, pages].flatten(0, 1)
+        return self._keys[0][layer, pages].flatten(0, 1), self._values[0][layer, pages].flatten(
+            0, 1
+        )
 
     def _pieces(self, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Cut pages where a chunk ends: yield (chunk, first page in it, count)."""
@@ -131,10 +148,13 @@ class KVArena:
         assert not self._pinned, "a device reads pages of its own memory"
         return PagedKV(runs, self._keys[0], self._values[0], self.layout.arrangement == "tiles")
 
-    def write(self, layer: int, runs: Sequence[PageRun], start_token: int, k: Tensor, v: Tensor) -> None:
+    def write(
+        self, layer: int, runs: Sequence[PageRun], start_token: int, k: Tensor, v: Tensor
+    ) -> None:
         """Write rows of a layer at the tokens [start_token, start_token + n), in the arena's dtype.
 
-        In a layout of tiles this destroys the rest of the last tile it writes: write a prefix in token order.
+        In a layout of tiles this destroys the rest of the last tile it writes: write a prefix in
+        token order.
 
         Args:
             layer: index of the layer.
@@ -162,11 +182,14 @@ class KVArena:
                 return
         assert done == len(k), f"{len(k) - done} rows do not fit the pages"
 
-    def sink(self, runs: Sequence[PageRun], start_token: int = 0) -> Callable[[int, Tensor, Tensor], LayerKV]:
+    def sink(
+        self, runs: Sequence[PageRun], start_token: int = 0
+    ) -> Callable[[int, Tensor, Tensor], LayerKV]:
         """Make the function that a model's forward pass calls with each layer's rows, to keep them in these pages.
 
-        The function returns all tokens of the layer if attention should read them from the pages instead of the rows:
-        if the pages are in tiles and hold the same numbers. Packing the rows a second time would cost as much again.
+        The function returns all tokens of the layer if attention should read them from the pages
+        instead of the rows: if the pages are in tiles and hold the same numbers. Packing the rows a
+        second time would cost as much again.
 
         Args:
             runs: pages in token order.
@@ -181,7 +204,9 @@ class KVArena:
 
         return keep
 
-    def _write_tiles(self, layer: int, runs: Sequence[PageRun], start_token: int, k: Tensor, v: Tensor) -> None:
+    def _write_tiles(
+        self, layer: int, runs: Sequence[PageRun], start_token: int, k: Tensor, v: Tensor
+    ) -> None:
         for run in runs:
             room = run.num_pages * self.layout.page_tokens
             here = max(0, min(room - start_token, len(k)))
@@ -203,7 +228,9 @@ class KVArena:
 
     def copies(self, runs: Sequence[PageRun]) -> list[Tensor]:
         """Return the contents of pages on the host: keys, then values of each run, [layer, page, ...]."""
-        return [part.cpu() if part.device.type != "cpu" else part.clone() for part in self._parts(runs)]
+        return [
+            part.cpu() if part.device.type != "cpu" else part.clone() for part in self._parts(runs)
+        ]
 
     def _parts(self, runs: Sequence[PageRun]) -> Iterator[Tensor]:
         for run in runs:
@@ -212,11 +239,16 @@ class KVArena:
                 yield self._values[chunk][:, first : first + count]
 
     def copy_tokens_from(
-        self, source: KVArena, source_runs: Sequence[PageRun], target_runs: Sequence[PageRun], num_tokens: int
+        self,
+        source: KVArena,
+        source_runs: Sequence[PageRun],
+        target_runs: Sequence[PageRun],
+        num_tokens: int,
     ) -> None:
         """Copy a prefix from another tier of the same layout, in whole pages, bit for bit.
 
-        The copy is asynchronous if either side is page-locked: synchronise before the bytes are used.
+        The copy is asynchronous if either side is page-locked: synchronise before the bytes are
+        used.
 
         Args:
             source: the other tier's arena.
@@ -230,13 +262,17 @@ class KVArena:
         source_pieces = [piece for run in source_runs for piece in source._pieces(*run)]
         target_pieces = [piece for run in target_runs for piece in self._pieces(*run)]
         for from_, into, count in _common_pieces(source_pieces, target_pieces, pages):
-            for target_plane, source_plane in ((self._keys, source._keys), (self._values, source._values)):
+            for target_plane, source_plane in (
+                (self._keys, source._keys),
+                (self._values, source._values),
+            ):
                 out_of = source_plane[from_.chunk][:, from_.page : from_.page + count]
                 to = target_plane[into.chunk][:, into.page : into.page + count]
                 if not non_blocking:
                     to.copy_(out_of)
                     continue
-                # layer by layer both sides are contiguous; torch copies anything else through pageable memory
+                # layer by layer both sides are contiguous; torch copies anything else through
+                # pageable memory
                 for target_layer, source_layer in zip(to, out_of, strict=True):
                     target_layer.copy_(source_layer, non_blocking=True)
 
@@ -271,12 +307,11 @@ _IN_TWO_PASSES: Fork = PlainOps().beam_fork_
 class BeamArena:
     """Unshared KV: the few tokens that each of up to `max_beams` beams has added to its prompt, one slot a round.
 
-    It is allocated once and reused, and holds the memory of a round's logits too: a new tensor would cost page
-    faults in every round. H = KV heads, D = width of a head.
+    It is allocated once and reused, and holds the memory of a round's logits too: a new tensor
+    would cost page faults in every round. H = KV heads, D = width of a head.
 
-    Source: the separated KV cache of xGR (arXiv:2512.11529).
-    Invariant: slot s of row i holds round s of beam i (after `move`), or of beam ancestry[s, i] (with
-    `fork_ancestry`).
+    Source: the separated KV cache of xGR (arXiv:2512.11529). Invariant: slot s of row i holds round
+    s of beam i (after `move`), or of beam ancestry[s, i] (with `fork_ancestry`).
     """
 
     def __init__(
@@ -319,7 +354,9 @@ class BeamArena:
         view.num_slots = self.num_slots
         view._fork = self._fork
         view._logits = self._logits[:0]  # none: a view allocates its own if it needs them
-        view._keys, view._values = (plane[:, first : first + count] for plane in (self._keys, self._values))
+        view._keys, view._values = (
+            plane[:, first : first + count] for plane in (self._keys, self._values)
+        )
         return view
 
     @property
@@ -354,7 +391,8 @@ def fork_ancestry(ancestry: Tensor, parent: Tensor) -> Tensor:
         parent: int64 [rows]: the beam that each new beam grew from.
 
     Returns:
-        int64 [slots + 1, rows]: the table of the new beams. A new beam's own token goes into its own row.
+        int64 [slots + 1, rows]: the table of the new beams. A new beam's own token goes into its
+        own row.
     """
     own = torch.arange(len(parent), device=parent.device)
     return torch.cat([ancestry[:, parent], own[None]])

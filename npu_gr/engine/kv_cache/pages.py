@@ -30,11 +30,14 @@ class KVLayout:
     v_dim: int  # per head
     page_tokens: int = 64
     dtype: str = "float32"
-    arrangement: Arrangement = "natural"  # of the tokens within a page: row by row, or in tiles (`backend/tiles.py`)
+    # of the tokens within a page: row by row, or in tiles (`backend/tiles.py`)
+    arrangement: Arrangement = "natural"
 
     def __post_init__(self) -> None:
         if self.arrangement == "tiles" and self.page_tokens % TILE_TOKENS:
-            raise ValueError(f"page_tokens: {self.page_tokens} is no multiple of a tile's {TILE_TOKENS}")
+            raise ValueError(
+                f"page_tokens: {self.page_tokens} is no multiple of a tile's {TILE_TOKENS}"
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -45,7 +48,11 @@ class KVLayout:
     @property
     def widths(self) -> tuple[int, int]:
         """Numbers stored for a token's key and value, per head. Tiles pad them."""
-        return padded(self.qk_dim, self.v_dim) if self.arrangement == "tiles" else (self.qk_dim, self.v_dim)
+        return (
+            padded(self.qk_dim, self.v_dim)
+            if self.arrangement == "tiles"
+            else (self.qk_dim, self.v_dim)
+        )
 
     @property
     def token_bytes(self) -> int:
@@ -59,7 +66,10 @@ class KVLayout:
 
     @property
     def layout_id(self) -> str:
-        """Identifies the layout. It is part of every prefix key, so entries of different layouts never meet."""
+        """Identifies the layout.
+
+        It is part of every prefix key, so entries of different layouts never meet.
+        """
         shape = f"{self.num_layers}x{self.num_heads}x{self.qk_dim}+{self.v_dim}"
         return f"{shape}/{self.page_tokens}/{self.dtype}/{self.arrangement}"
 
@@ -75,10 +85,10 @@ class KVLayout:
 class PageAllocator:
     """The free ones of the pages 0..num_pages-1: a binary buddy that hands out any n as few aligned blocks.
 
-    A classic buddy rounds a request up; this one covers n pages by power-of-two blocks, largest first, so a
-    request succeeds whenever n pages are free. Blocks coalesce with their buddies when they come back, which
-    keeps entries in few long runs however long the instance lives. Costs grow with log(num_pages), never with
-    the number of users.
+    A classic buddy rounds a request up; this one covers n pages by power-of-two blocks, largest
+    first, so a request succeeds whenever n pages are free. Blocks coalesce with their buddies when
+    they come back, which keeps entries in few long runs however long the instance lives. Costs grow
+    with log(num_pages), never with the number of users.
 
     Invariants:
       B1  every page is in exactly one free block or one allocated run
@@ -100,7 +110,9 @@ class PageAllocator:
             PoolExhausted: fewer are free; nothing was taken.
         """
         if num_pages > self.num_free:
-            raise PoolExhausted(f"need {num_pages} pages, {self.num_free} of {self.num_pages} are free")
+            raise PoolExhausted(
+                f"need {num_pages} pages, {self.num_free} of {self.num_pages} are free"
+            )
         self.num_free -= num_pages
         runs: list[PageRun] = []
         while num_pages:

@@ -1,16 +1,19 @@
 """Prefix KV in HBM: reserve pages before the work, publish the prefix after it, lease the pages while they are read.
 
-The pool is a sliding window in time, not an LRU cache. An entry lives from its production to its rank, or for
-`t_life_s`; admission keeps the sum of the living entries within the budget. A later signal renews an entry.
+The pool is a sliding window in time, not an LRU cache. An entry lives from its production to its
+rank, or for `t_life_s`; admission keeps the sum of the living entries within the budget. A later
+signal renews an entry.
 
     RESERVED ----publish----> LIVE <----lease, renew / last lease released---> EVICTABLE ---room is needed--> DROPPED
        |                       |            (ranked or expired)                                                 ^
        +--abandon, drop--------+-------drop, or a tenant within its share needs the room------------------------+
 
-Tenants share the pages by weight (`core.shares`), but only while the room is too small for all that want some:
+Tenants share the pages by weight (`core.shares`), but only while the room is too small for all that
+want some:
 
     a tenant within its share    takes what is free, then from tenants over their share: what waits for a rank that
-                                 hardly ever comes so late, what has been ranked or has expired, what waits at all
+                                 hardly ever comes so late, what has been ranked or has expired,
+                                 what waits at all
     a tenant over its share      takes what is free, and what has been ranked or has expired of tenants over their share
     a tenant that wastes         may have the less waiting for ranks, the fewer of its signals were followed by one
 
@@ -22,8 +25,8 @@ Invariants, checked after every step by tests/engine/kv_cache/test_prefix_pool.p
   I3  an entry can be found only after it was published
   I4  entry.leases == number of `with pool.lease(entry)` blocks now open
 
-All methods are for one thread (the event loop's). They take O(1) amortised, whatever the number of users; where room
-must be made, O(tenants).
+All methods are for one thread (the event loop's). They take O(1) amortised, whatever the number of
+users; where room must be made, O(tenants).
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import PageAllocator, PageRun
 from npu_gr.engine.kv_cache.tier import PageTier, PrefixKey, TierEntry
 
-CREDIT = 1 / 8  # of its share, that a tenant nobody knows yet may have waiting for ranks, while others want room
+# of its share, that a tenant nobody knows yet may have waiting for ranks, while others want room
+CREDIT = 1 / 8
 LEAST_CREDIT = 1 / 64  # that one keeps whose signals are never followed by a rank
 CREDIT_WEIGHT = 1 / 16  # of one more prefix in the ratio of those that were ranked
 
@@ -54,7 +58,8 @@ class EntryState(Enum):
     RESERVED = auto()  # being written; cannot be found
     LIVE = auto()  # waiting for its rank, or leased
     EVICTABLE = auto()  # ranked or expired, and not leased: readable until its pages are needed
-    DROPPED = auto()  # cannot be found; its pages are free, or will be when its writer or last reader is done
+    # cannot be found; its pages are free, or will be when its writer or last reader is done
+    DROPPED = auto()
 
 
 class PrefixEntry(TierEntry):
@@ -72,17 +77,25 @@ class PrefixEntry(TierEntry):
     )
 
     def __init__(
-        self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], holding: _Holding, is_signalled: bool
+        self,
+        key: PrefixKey,
+        num_tokens: int,
+        runs: tuple[PageRun, ...],
+        holding: _Holding,
+        is_signalled: bool,
     ) -> None:
         super().__init__(key, num_tokens, runs, holding)
         self.holding = holding
         self.state = EntryState.RESERVED
         self.consumed = False  # a rank has used it
         self.is_signalled = is_signalled  # for a rank to come, not for one that is there
-        self.awaits_rank = True  # no rank has used it since it was reserved or renewed, and its time is not up
-        self.waits_since_at = 0.0  # since when it has been published and awaited a rank; a renewal before is none
+        # no rank has used it since it was reserved or renewed, and its time is not up
+        self.awaits_rank = True
+        # since when it has been published and awaited a rank; a renewal before is none
+        self.waits_since_at = 0.0
         self.is_evaluated = False  # its rank is late: it counts as wasted
-        self.evictable_number = 0  # of two evictable entries, the one with the smaller number has been so for longer
+        # of two evictable entries, the one with the smaller number has been so for longer
+        self.evictable_number = 0
         if is_signalled:
             holding.awaiting_pages += self.num_pages
 
@@ -122,7 +135,8 @@ class _Holding(Account):
         self.waiting = _Group()  # LIVE and not leased
         self.evictable = _Group()
         self.awaiting_pages = 0  # signalled, being written or written, and no rank has come
-        self.ranked_ratio = CREDIT  # of the prefixes that it signalled, those that were ranked; the latest count most
+        # of the prefixes that it signalled, those that were ranked; the latest count most
+        self.ranked_ratio = CREDIT
 
     def evaluate(self, *, is_ranked: bool) -> None:
         self.ranked_ratio += CREDIT_WEIGHT * (is_ranked - self.ranked_ratio)
@@ -159,7 +173,9 @@ class _TenantRoom:
         num_pages = self._pages.num_free
         if num_pages < need:
             accounts = self._shares.accounts
-            num_pages += sum(self._obtainable(other, holding, ratios, within=within) for other in accounts)
+            num_pages += sum(
+                self._obtainable(other, holding, ratios, within=within) for other in accounts
+            )
         return Room(num_pages, is_at_share=is_shared and not within)
 
     def victims(self, holding: _Holding, need: int) -> Iterator[PrefixEntry]:
@@ -170,7 +186,10 @@ class _TenantRoom:
             yield self._victim(holding, ratios, within=within)
 
     def _is_within(self, holding: _Holding, need: int, ratios: dict[_Holding, float]) -> bool:
-        """Whether a tenant stays within its share with so many pages more; its first prefix always is."""
+        """Whether a tenant stays within its share with so many pages more.
+
+        Its first prefix always is.
+        """
         if holding is self._shares.nobody:
             return False
         return not holding.held or holding.held + need <= ratios[holding] * self._pages.num_pages
@@ -179,22 +198,32 @@ class _TenantRoom:
         """Count the pages that a tenant holds over its share."""
         return max(0, math.ceil(other.held - ratios.get(other, 0.0) * self._pages.num_pages))
 
-    def _obtainable(self, other: _Holding, taker: _Holding, ratios: dict[_Holding, float], *, within: bool) -> int:
+    def _obtainable(
+        self, other: _Holding, taker: _Holding, ratios: dict[_Holding, float], *, within: bool
+    ) -> int:
         if other is taker or taker is self._shares.nobody:
             return other.evictable.num_pages
         over = self._over(other, ratios)
         return min(over, other.evictable.num_pages + (other.waiting.num_pages if within else 0))
 
-    def _victim(self, taker: _Holding, ratios: dict[_Holding, float], *, within: bool) -> PrefixEntry:
+    def _victim(
+        self, taker: _Holding, ratios: dict[_Holding, float], *, within: bool
+    ) -> PrefixEntry:
         found: list[tuple[int, float, int, PrefixEntry]] = []
         for number, other in enumerate(self._shares.accounts):
-            if other is not taker and taker is not self._shares.nobody and not self._over(other, ratios):
+            if (
+                other is not taker
+                and taker is not self._shares.nobody
+                and not self._over(other, ratios)
+            ):
                 continue
             if (entry := other.evictable.oldest()) is not None:
                 is_last = within and len(ratios) > 1 and other is taker
                 found.append((3 if is_last else 1, entry.evictable_number, number, entry))
             if within and other is not taker and (entry := other.waiting.oldest()) is not None:
-                found.append((0 if self._waits.is_overdue(entry) else 2, entry.waits_since_at, number, entry))
+                found.append(
+                    (0 if self._waits.is_overdue(entry) else 2, entry.waits_since_at, number, entry)
+                )
         return min(found)[-1]
 
 
@@ -205,9 +234,11 @@ class _RankWaits:
         self.t_life_s = t_life_s
         self.usual_s = t_life_s  # hardly any rank comes later than that after its signal
         self._clock = clock
-        # FIFO by expiry. After `t_life_s` is lowered the order is stale: entries may expire late, never early.
+        # FIFO by expiry. After `t_life_s` is lowered the order is stale: entries may expire late,
+        # never early.
         self.expiring: dict[PrefixEntry, None] = {}
-        self._unjudged: deque[tuple[float, PrefixEntry]] = deque()  # signalled; since when it waits, oldest first
+        # signalled; since when it waits, oldest first
+        self._unjudged: deque[tuple[float, PrefixEntry]] = deque()
 
     def begin(self, entry: PrefixEntry) -> None:
         """Let an entry begin to wait for a rank."""
@@ -266,7 +297,8 @@ class _Leased(AbstractContextManager[PrefixEntry]):
             entry.holding.waiting.remove(entry)
         self._pool.shares.asked(entry.holding)
         entry.leases += 1
-        if self._consume and entry.awaits_rank:  # a signal that comes while this rank runs is for the next one
+        # a signal that comes while this rank runs is for the next one
+        if self._consume and entry.awaits_rank:
             if entry.is_signalled:
                 entry.holding.evaluate(is_ranked=True)
             self._pool.waits.end(entry)
@@ -283,7 +315,9 @@ class _Leased(AbstractContextManager[PrefixEntry]):
 class PrefixPool(PageTier[PrefixEntry]):
     """Prefix entries over the pages of one HBM arena. free + reserved + live + evictable bytes == budget."""
 
-    def __init__(self, arena: KVArena, budget_bytes: int, t_life_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, arena: KVArena, budget_bytes: int, t_life_s: float, clock: Callable[[], float]
+    ) -> None:
         """Start with every page free.
 
         Args:
@@ -297,7 +331,10 @@ class PrefixPool(PageTier[PrefixEntry]):
         """
         num_pages = min(budget_bytes // arena.layout.page_bytes, arena.num_pages)
         if num_pages < 1:
-            raise ValueError(f"budget_bytes: {budget_bytes} is less than one page of {arena.layout.page_bytes} bytes")
+            raise ValueError(
+                f"budget_bytes: {budget_bytes} is less than one page of "
+                f"{arena.layout.page_bytes} bytes"
+            )
         super().__init__(arena, num_pages, clock)
         self.waits = _RankWaits(t_life_s, clock)
         self.shares: Shares[_Holding] = Shares(_Holding, clock)
@@ -333,12 +370,16 @@ class PrefixPool(PageTier[PrefixEntry]):
             num_tokens: length of the prefix.
         """
         self._expire()
-        return self._tenant_room.of(self.shares.asking(tenant), self.arena.layout.pages(num_tokens), is_signalled=True)
+        return self._tenant_room.of(
+            self.shares.asking(tenant), self.arena.layout.pages(num_tokens), is_signalled=True
+        )
 
     def reserve(
         self, key: PrefixKey, num_tokens: int, *, is_signalled: bool = False, is_own: bool = False
     ) -> PrefixEntry:
-        """Take pages for a prefix that is about to be computed or copied. It is invisible until `publish`.
+        """Take pages for a prefix that is about to be computed or copied.
+
+        It is invisible until `publish`.
 
         The caller must end the reservation with `publish` or `abandon`, whatever happens.
 
@@ -380,7 +421,8 @@ class PrefixPool(PageTier[PrefixEntry]):
             timestamps: [num_tokens] unix seconds of its tokens.
 
         Returns:
-            False if the entry was dropped meanwhile (its user asked to be forgotten): its pages go back.
+            False if the entry was dropped meanwhile (its user asked to be forgotten): its pages go
+            back.
         """
         assert len(timestamps) == entry.num_tokens
         if entry.state is EntryState.DROPPED:
@@ -415,7 +457,10 @@ class PrefixPool(PageTier[PrefixEntry]):
         self.waits.begin(entry)
 
     def abandon(self, entry: PrefixEntry) -> None:
-        """Give the pages of an unfinished entry back. Nothing happens to an entry that was published."""
+        """Give the pages of an unfinished entry back.
+
+        Nothing happens to an entry that was published.
+        """
         if entry.is_published or not entry.is_held:
             return
         self.drop(entry)  # or it was dropped while it was being written
@@ -456,11 +501,19 @@ class PrefixPool(PageTier[PrefixEntry]):
                 self._unleased(entry)
 
     def drop(self, entry: PrefixEntry) -> None:
-        """Make an entry unfindable. Its pages go back at once, or when its writer or its last reader is done.
+        """Make an entry unfindable.
 
-        One that was signalled, and gives way to a longer one of its user before its rank came, counts as wasted.
+        Its pages go back at once, or when its writer or its last reader is done.
+
+        One that was signalled, and gives way to a longer one of its user before its rank came,
+        counts as wasted.
         """
-        if entry.state is EntryState.LIVE and entry.is_signalled and entry.awaits_rank and not entry.is_evaluated:
+        if (
+            entry.state is EntryState.LIVE
+            and entry.is_signalled
+            and entry.awaits_rank
+            and not entry.is_evaluated
+        ):
             entry.holding.evaluate(is_ranked=False)
         self._drop(entry)
 

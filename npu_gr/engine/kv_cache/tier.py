@@ -1,4 +1,6 @@
-"""What the two tiers of prefix KV have in common, and the DRAM tier. `prefix_pool.py` is the HBM tier.
+"""What the two tiers of prefix KV have in common, and the DRAM tier.
+
+`prefix_pool.py` is the HBM tier.
 
     free pages --reserve--> an entry that is written --publish | commit--> an entry that can be found
         ^                        | abandon                                    | drop, when nobody reads it
@@ -7,9 +9,9 @@
                                  |
                                  +-- of an erased user: `on_erased` overwrites the pages before they are free
 
-The DRAM tier has copies of used prefixes for users who come back: LRU with a TTL, under a byte limit.
-Tenants share the bytes by weight (`core.shares`): room is made from those over their share, and from the
-one that asks.
+The DRAM tier has copies of used prefixes for users who come back: LRU with a TTL, under a byte
+limit. Tenants share the bytes by weight (`core.shares`): room is made from those over their share,
+and from the one that asks.
 
 All methods are for one thread (the event loop's). `docs/relay.md` draws the states of a page.
 
@@ -45,7 +47,10 @@ from npu_gr.engine.kv_cache.pages import PageAllocator, PageRun
 
 
 class PrefixKey(NamedTuple):
-    """Identifies a prefix. Prefixes whose keys differ in one field never stand for each other (the version fence)."""
+    """Identifies a prefix.
+
+    Prefixes whose keys differ in one field never stand for each other (the version fence).
+    """
 
     user: UserKey
     model_version: str
@@ -107,13 +112,16 @@ class TierEntry:
         "timestamps",
     )
 
-    def __init__(self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], account: Account) -> None:
+    def __init__(
+        self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], account: Account
+    ) -> None:
         self.key = key
         self.account = account  # of its tenant; it counts the pages
         self.num_tokens = num_tokens
         self.runs = runs
         self.num_pages = sum(run.num_pages for run in runs)
-        self.timestamps: I64 | None = None  # [num_tokens] unix seconds; None = the prefix is not completely written
+        # [num_tokens] unix seconds; None = the prefix is not completely written
+        self.timestamps: I64 | None = None
         self.leases = 0  # readers now
         self.expires_at = 0.0
         self.is_held = True  # it still has its pages
@@ -137,10 +145,13 @@ class PageTier(ABC, Generic[E]):
         self._clock = clock
         self._pages = PageAllocator(num_pages)
         self._found: dict[PrefixKey, E] = {}  # completely written
-        self._users: ByUser[E] = ByUser()  # entries that are not dropped, whether they are written or not
-        # Called with the pages of an erased user, and a function that makes them free: call it once the pages are
-        # overwritten. Without a listener they are free at once.
-        self.on_erased: Callable[[tuple[PageRun, ...], Callable[[], None]], None] = lambda _runs, free: free()
+        # entries that are not dropped, whether they are written or not
+        self._users: ByUser[E] = ByUser()
+        # Called with the pages of an erased user, and a function that makes them free: call it once
+        # the pages are overwritten. Without a listener they are free at once.
+        self.on_erased: Callable[[tuple[PageRun, ...], Callable[[], None]], None] = (
+            lambda _runs, free: free()
+        )
 
     @property
     def budget_bytes(self) -> int:
@@ -162,7 +173,10 @@ class PageTier(ABC, Generic[E]):
 
     @abstractmethod
     def abandon(self, entry: E) -> None:
-        """Give up an entry whose writer failed. Nothing happens to an entry that was completely written."""
+        """Give up an entry whose writer failed.
+
+        Nothing happens to an entry that was completely written.
+        """
 
     def get(self, key: PrefixKey) -> E | None:
         """Find the completely written entry with this key."""
@@ -170,18 +184,28 @@ class PageTier(ABC, Generic[E]):
 
     @abstractmethod
     def drop(self, entry: E) -> None:
-        """Make an entry unfindable. Its pages go back when its writer or its last reader is done."""
+        """Make an entry unfindable.
+
+        Its pages go back when its writer or its last reader is done.
+        """
 
     def find(self, user: UserKey, model_version: str, layout_id: str) -> list[E]:
         """Find a user's completely written entries of one model version and page layout, newest first."""
-        return [entry for entry in self._users.matching(user, model_version, layout_id) if self.get(entry.key) is entry]
+        return [
+            entry
+            for entry in self._users.matching(user, model_version, layout_id)
+            if self.get(entry.key) is entry
+        ]
 
     def knows(self, user: UserKey) -> bool:
         """Whether there are entries of a user, those being written too."""
         return bool(self._users.of(user))
 
     def erase_user(self, user: UserKey) -> None:
-        """Drop all entries of a user, those being written too. `on_erased` gets their pages as they come back."""
+        """Drop all entries of a user, those being written too.
+
+        `on_erased` gets their pages as they come back.
+        """
         for entry in self._users.of(user):
             entry.is_erased = True
             self.drop(entry)
@@ -202,11 +226,17 @@ class DramEntry(TierEntry):
     __slots__ = ("epoch", "holding", "is_dropped", "used_number")
 
     def __init__(
-        self, key: PrefixKey, num_tokens: int, runs: tuple[PageRun, ...], epoch: int, holding: _Holding
+        self,
+        key: PrefixKey,
+        num_tokens: int,
+        runs: tuple[PageRun, ...],
+        epoch: int,
+        holding: _Holding,
     ) -> None:
         super().__init__(key, num_tokens, runs, holding)
         self.holding = holding
-        self.used_number = 0  # of two entries, the one with the smaller number was used less recently
+        # of two entries, the one with the smaller number was used less recently
+        self.used_number = 0
         self.epoch = epoch  # of all its pages, for as long as they are its own
         self.is_dropped = False  # it cannot be found any more
 
@@ -218,7 +248,8 @@ class _Holding(Account):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.copies: OrderedDict[PrefixKey, DramEntry] = OrderedDict()  # complete; least recently used first
+        # complete; least recently used first
+        self.copies: OrderedDict[PrefixKey, DramEntry] = OrderedDict()
 
     def least_recent(self) -> DramEntry | None:
         """The least recently used copy that is not leased; few are."""
@@ -229,15 +260,21 @@ class DramStore(PageTier[DramEntry]):
     """Copies over the pages of one host arena."""
 
     def __init__(
-        self, arena: KVArena, *, ttl_s: float, ttl_jitter_ratio: float, seed: int, clock: Callable[[], float]
+        self,
+        arena: KVArena,
+        *,
+        ttl_s: float,
+        ttl_jitter_ratio: float,
+        seed: int,
+        clock: Callable[[], float],
     ) -> None:
         """Start with every page free.
 
         Args:
             arena: the memory; all of it is used.
             ttl_s: how long an unused copy is kept.
-            ttl_jitter_ratio: each TTL is longer or shorter by up to this share, so that copies made together do not
-                expire together.
+            ttl_jitter_ratio: each TTL is longer or shorter by up to this share, so that copies made
+                together do not expire together.
             seed: of that jitter.
             clock: instants for expiry.
         """
@@ -256,7 +293,9 @@ class DramStore(PageTier[DramEntry]):
         return self.budget_bytes - self.free_bytes
 
     def reserve(self, key: PrefixKey, num_tokens: int, *, is_own: bool = False) -> DramEntry:
-        """Take pages for a copy; least recently used entries make room. It is invisible until `commit`.
+        """Take pages for a copy; least recently used entries make room.
+
+        It is invisible until `commit`.
 
         The caller must end the reservation with `commit` or `abandon`, whatever happens.
 
@@ -266,8 +305,8 @@ class DramStore(PageTier[DramEntry]):
             is_own: work of the instance itself; it takes from any tenant.
 
         Raises:
-            PoolExhausted: all pages that this tenant may get, and that are neither leased nor being written, are too
-                few; no more entries were evicted than necessary.
+            PoolExhausted: all pages that this tenant may get, and that are neither leased nor being
+                written, are too few; no more entries were evicted than necessary.
         """
         need = self.arena.layout.pages(num_tokens)
         if need > self.arena.num_pages:
@@ -290,12 +329,18 @@ class DramStore(PageTier[DramEntry]):
         ratios = self.shares.ratios()
         is_nobody = taker is self.shares.nobody
         num_pages = self.arena.num_pages
-        over = [one for one in self.shares.accounts if is_nobody or self.shares.is_over(one, ratios, num_pages)]
+        over = [
+            one
+            for one in self.shares.accounts
+            if is_nobody or self.shares.is_over(one, ratios, num_pages)
+        ]
         heads = [entry for holding in over if (entry := holding.least_recent()) is not None]
         return min(heads, key=lambda entry: entry.used_number, default=None) or taker.least_recent()
 
     def commit(self, entry: DramEntry, timestamps: I64) -> None:
-        """Make a complete copy findable for its TTL. The pages of a copy that was dropped meanwhile go back.
+        """Make a complete copy findable for its TTL.
+
+        The pages of a copy that was dropped meanwhile go back.
 
         Args:
             entry: as `reserve` returned it.
@@ -326,7 +371,10 @@ class DramStore(PageTier[DramEntry]):
 
     @contextmanager
     def lease(self, entry: DramEntry) -> Iterator[DramEntry]:
-        """Keep the entry's pages while the block copies them. Using an entry starts its TTL again."""
+        """Keep the entry's pages while the block copies them.
+
+        Using an entry starts its TTL again.
+        """
         self.shares.asked(entry.holding)
         entry.leases += 1
         try:
@@ -339,7 +387,9 @@ class DramStore(PageTier[DramEntry]):
                 self._give_back(entry)
 
     def verify(self, entry: DramEntry) -> None:
-        """Check that the entry's pages were not handed out again. Call it before and after reading them.
+        """Check that the entry's pages were not handed out again.
+
+        Call it before and after reading them.
 
         Raises:
             StaleEntry: they were.
@@ -349,7 +399,10 @@ class DramStore(PageTier[DramEntry]):
                 raise StaleEntry("the DRAM copy was overwritten while it was read")
 
     def drop(self, entry: DramEntry) -> None:
-        """Make an entry unfindable. Its pages go back at once, or when its writer or its last reader is done."""
+        """Make an entry unfindable.
+
+        Its pages go back at once, or when its writer or its last reader is done.
+        """
         if entry.is_dropped:
             return
         entry.is_dropped = True

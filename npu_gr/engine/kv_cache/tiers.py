@@ -1,4 +1,7 @@
-"""The two memory tiers of one model's prefixes, made from their settings. The service and the simulator use it."""
+"""The two memory tiers of one model's prefixes, made from their settings.
+
+The service and the simulator use it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from npu_gr.engine.kv_cache.tier import DramStore
 
 
 class Tiers(NamedTuple):
-    """Where the prefixes of one page layout lie. Several model versions may share the tiers: keys hold the version."""
+    """Where the prefixes of one page layout lie.
+
+    Several model versions may share the tiers: keys hold the version.
+    """
 
     pool: PrefixPool  # HBM
     dram: DramStore | None  # None = no second tier
@@ -54,10 +60,11 @@ def open_tiers(
     """Allocate both tiers and touch every page.
 
     Args:
-        config: sizes in bytes, and the TTL of the DRAM tier. The DRAM tier exists if it has room for one page.
+        config: sizes in bytes, and the TTL of the DRAM tier. The DRAM tier exists if it has room
+            for one page.
         layout: of a page, in both tiers.
-        backend: whose device holds the HBM tier, and who packs tiles and pins host memory. None = pages without
-            memory, on torch's `meta` device: for a simulation.
+        backend: whose device holds the HBM tier, and who packs tiles and pins host memory. None =
+            pages without memory, on torch's `meta` device: for a simulation.
         t_life_s: how long a published prefix waits for its rank.
         clock: instants for expiry, in both tiers.
         section: of the configuration, which an error names.
@@ -70,7 +77,8 @@ def open_tiers(
     pages = config.hbm_bytes // layout.page_bytes
     if pages < least_pages:
         raise ConfigError(
-            f"{section}.hbm_bytes: {config.hbm_bytes} holds {pages} pages of {layout.page_bytes} bytes, "
+            f"{section}.hbm_bytes: {config.hbm_bytes} holds {pages} pages of {layout.page_bytes} "
+            "bytes, "
             f"the least is {least_pages}"
         )
     arena = _arena(layout, pages, backend)
@@ -92,7 +100,8 @@ def _arena(layout: KVLayout, num_pages: int, backend: Backend | None) -> KVArena
     if backend is None:
         return KVArena(layout, num_pages, torch.device("meta"))
     arena = KVArena(layout, num_pages, backend.device, pack=backend.pack_kv)
-    backend.synchronize()  # the zeros are written before a device thread, in a stream of its own, writes a prefix
+    # the zeros are written before a device thread, in a stream of its own, writes a prefix
+    backend.synchronize()
     return arena
 
 

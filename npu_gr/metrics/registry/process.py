@@ -1,7 +1,7 @@
 """The process: admission, its event loop, its limits, what it runs, its reloads, its keys, its recorder.
 
-A rejected reload leaves what served before in service, so nothing else shows it: an operator would believe that the new
-checkpoint serves.
+A rejected reload leaves what served before in service, so nothing else shows it: an operator would
+believe that the new checkpoint serves.
 """
 
 from __future__ import annotations
@@ -29,22 +29,39 @@ class ProcessMetrics:
     """What is neither a request nor the device."""
 
     def __init__(self, make: Families) -> None:
-        self.collector = ProcessCollector(registry=CollectorRegistry())  # apart: it reads files when it is asked
-        self._lag_s = make.histogram("event_loop_lag_seconds", "How late timers fire, of all instants alike.", LAG_S)
-        self.loop_froze = make.counter("event_loop_freezes_total", "Times that the event loop stood still.").inc
-        ReadCounter(
-            make.registry, "npu_gr_log_lines_dropped", "Log lines that nobody took.", "stream", num_lines_dropped
+        # apart: it reads files when it is asked
+        self.collector = ProcessCollector(registry=CollectorRegistry())
+        self._lag_s = make.histogram(
+            "event_loop_lag_seconds", "How late timers fire, of all instants alike.", LAG_S
         )
-        pauses = make.histogram("gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",))
+        self.loop_froze = make.counter(
+            "event_loop_freezes_total", "Times that the event loop stood still."
+        ).inc
+        ReadCounter(
+            make.registry,
+            "npu_gr_log_lines_dropped",
+            "Log lines that nobody took.",
+            "stream",
+            num_lines_dropped,
+        )
+        pauses = make.histogram(
+            "gc_pause_seconds", "Pauses of the garbage collector.", LAG_S, ("generation",)
+        )
         self._gc_s = [pauses.labels(str(generation)) for generation in range(3)]
-        self._limits = make.gauge("limit", "Effective limits: requests, jobs, rows, tokens, bytes, seconds.", ("name",))
+        self._limits = make.gauge(
+            "limit", "Effective limits: requests, jobs, rows, tokens, bytes, seconds.", ("name",)
+        )
         self._expires_at = make.gauge(
-            "tls_certificate_expires_at_seconds", "When a certificate in force expires, in unix seconds.", ("of",)
+            "tls_certificate_expires_at_seconds",
+            "When a certificate in force expires, in unix seconds.",
+            ("of",),
         )
         self._ready = make.gauge("ready", "1 while new work is welcome.")
         self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
         recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
-        self._recorded = {result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")}
+        self._recorded = {
+            result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")
+        }
 
     def loop_lagged(self, seconds: float) -> None:
         """Record how late a timer fired."""
@@ -55,7 +72,10 @@ class ProcessMetrics:
         self._gc_s[generation].observe(seconds)
 
     def recorded(self, result: str, num: int) -> None:
-        """Count requests that the recorder has written, dropped, failed to write, or erased. From any thread."""
+        """Count requests that the recorder has written, dropped, failed to write, or erased.
+
+        From any thread.
+        """
         self._recorded[result].inc(num)
 
     def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:
@@ -94,7 +114,10 @@ class Reloaded(StrEnum):
 
 
 class ReloadMetrics:
-    """The last reload of each thing that an instance serves. A thing that it does not serve has no series."""
+    """The last reload of each thing that an instance serves.
+
+    A thing that it does not serve has no series.
+    """
 
     def __init__(self, make: Families, clock: Callable[[], float] = time.time) -> None:
         """Make the families.
@@ -105,10 +128,14 @@ class ReloadMetrics:
         """
         self._clock = clock
         self._successful = make.gauge(
-            "last_reload_successful", "1 if the last reload took effect, 0 if it was rejected.", ("what",)
+            "last_reload_successful",
+            "1 if the last reload took effect, 0 if it was rejected.",
+            ("what",),
         )
         self._success_at = make.gauge(
-            "last_reload_success_timestamp_seconds", "When what serves now was loaded, in unix seconds.", ("what",)
+            "last_reload_success_timestamp_seconds",
+            "When what serves now was loaded, in unix seconds.",
+            ("what",),
         )
 
     def loaded(self, what: Reloaded) -> None:
@@ -121,7 +148,9 @@ class ReloadMetrics:
         """Record how the block ends: it reloads, or it raises, and what served before goes on."""
         try:
             yield
-        except BaseException:  # a caller who leaves in the middle did not get what it asked for either
+        except (
+            BaseException
+        ):  # a caller who leaves in the middle did not get what it asked for either
             self._successful.labels(what.value).set(0)
             raise
         self.loaded(what)
@@ -131,11 +160,17 @@ class KeyMetrics:
     """Rejections by reason, and gauges that are read when they are scraped."""
 
     def __init__(self, make: Families) -> None:
-        self._rejected = make.counter("api_keys_rejected_total", "Requests rejected for their API key.", ("reason",))
+        self._rejected = make.counter(
+            "api_keys_rejected_total", "Requests rejected for their API key.", ("reason",)
+        )
         self._in_force = make.gauge("api_keys", "API keys in force; expired ones are not.")
-        self._is_stale = make.gauge("api_keys_file_stale", "1 while the key file cannot be used: older keys hold.")
+        self._is_stale = make.gauge(
+            "api_keys_file_stale", "1 while the key file cannot be used: older keys hold."
+        )
 
-    def observe(self, reasons: Iterable[str], in_force: Callable[[], int], is_stale: Callable[[], bool]) -> None:
+    def observe(
+        self, reasons: Iterable[str], in_force: Callable[[], int], is_stale: Callable[[], bool]
+    ) -> None:
         """Export what is true when it is scraped.
 
         Args:
@@ -158,7 +193,8 @@ def noted_pauses(observe: Callable[[int, float], None]) -> Iterator[Callable[[],
     """Note the pauses while the block runs.
 
     Yields:
-        A function that calls `observe(generation, seconds)` for each pause noted since its last call.
+        A function that calls `observe(generation, seconds)` for each pause noted since its last
+        call.
     """
     noted: deque[tuple[int, float]] = deque(maxlen=4096)
     began_at = 0.0
@@ -201,11 +237,23 @@ class AdmissionMetrics:
     """Gauges that are read when they are scraped."""
 
     def __init__(self, make: Families) -> None:
-        self._requests = make.gauge("admission_requests", "Requests at the door now.", ("kind", "place"))
-        self._pace_s = make.gauge("admission_service_time_seconds", "Seconds a request, learnt from departures.", ("kind",))
-        self._window = make.gauge("admission_concurrency_limit", "Requests of the kind that may be inside.", ("kind",))
-        self._paused = make.gauge("rejections_paused", "Rejections that wait, so that clients who retry are paced.")
-        self._receiving = make.gauge("receiving_bytes", "Bodies that have arrived and are not answered.")
+        self._requests = make.gauge(
+            "admission_requests", "Requests at the door now.", ("kind", "place")
+        )
+        self._pace_s = make.gauge(
+            "admission_service_time_seconds",
+            "Seconds a request, learnt from departures.",
+            ("kind",),
+        )
+        self._window = make.gauge(
+            "admission_concurrency_limit", "Requests of the kind that may be inside.", ("kind",)
+        )
+        self._paused = make.gauge(
+            "rejections_paused", "Rejections that wait, so that clients who retry are paced."
+        )
+        self._receiving = make.gauge(
+            "receiving_bytes", "Bodies that have arrived and are not answered."
+        )
 
     def observe(
         self,

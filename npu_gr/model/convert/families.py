@@ -9,7 +9,13 @@ from typing import Any
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.convert import recsys_examples, torcheasyrec
 from npu_gr.model.convert.research import convert_dlrm_v3, convert_research
-from npu_gr.model.convert.source import Converted, ForeignCheckpoint, GivenNames, read_gin, read_tensors
+from npu_gr.model.convert.source import (
+    Converted,
+    ForeignCheckpoint,
+    GivenNames,
+    read_gin,
+    read_tensors,
+)
 from npu_gr.model.convert.torcheasyrec_files import read_pipeline, weights_folder
 
 FAMILIES: dict[str, Callable[[ForeignCheckpoint, GivenNames], Converted]] = {
@@ -21,7 +27,12 @@ FAMILIES: dict[str, Callable[[ForeignCheckpoint, GivenNames], Converted]] = {
 
 
 def convert(
-    family: str, folder: Path, names: GivenNames, settings: Mapping[str, Any] | None = None, *, is_trusted: bool = False
+    family: str,
+    folder: Path,
+    names: GivenNames,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    is_trusted: bool = False,
 ) -> Converted:
     """Convert a folder of another project.
 
@@ -33,7 +44,8 @@ def convert(
         is_trusted: as of `read_tensors`.
 
     Raises:
-        CheckpointError: the folder cannot be read, or does not convert; everything that does not is named.
+        CheckpointError: the folder cannot be read, or does not convert; everything that does not is
+            named.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -43,5 +55,8 @@ def convert(
     source = ForeignCheckpoint(str(folder), tensors, found | dict(settings or {}))
     try:
         return FAMILIES[family](source, names)
-    except (ValueError, TypeError) as error:  # of a setting that is no number, or a size that no model has
+    except (
+        ValueError,
+        TypeError,
+    ) as error:  # of a setting that is no number, or a size that no model has
         raise CheckpointError(f"{folder} does not convert: {error}") from error

@@ -1,23 +1,27 @@
 """Two models of Meta's generative-recommenders.
 
-Meta's `generative_recommenders/research`: the HSTU of the paper's public experiments, a next-item model.
+Meta's `generative_recommenders/research`: the HSTU of the paper's public experiments, a next-item
+model.
 
-A history is items with a learned position each; attention has alpha 1, one position and one log-time bias for all
-heads, and rows ask with the time of the item after them. The last row, divided by its length, times every item's
-embedding, over the temperature, are the logits.
+A history is items with a learned position each; attention has alpha 1, one position and one
+log-time bias for all heads, and rows ask with the time of the item after them. The last row,
+divided by its length, times every item's embedding, over the temperature, are the logits.
 
-Source: arXiv:2402.17152 section 4.1.1 and its public code, `research/modeling/sequential`; settings as its gin files
-bind them, defaults as its functions have them.
+Source: arXiv:2402.17152 section 4.1.1 and its public code, `research/modeling/sequential`; settings
+as its gin files bind them, defaults as its functions have them.
 
-Meta's DLRMv3 (`DlrmHSTU`), the ranker of MLPerf's recommender: a token is MLPs of item and actions, and positions.
+Meta's DLRMv3 (`DlrmHSTU`), the ranker of MLPerf's recommender: a token is MLPs of item and actions,
+and positions.
 
-SiLU on U alone, no relative bias, positions counted from the candidates back, the seconds to the request embedded in
-every token, [U, O, Y] before the output matrix, and an MLP of the product of a candidate's final row with an MLP of its
-item. MLPs of one item, or of one set of actions, are folded into tables: a row each.
+SiLU on U alone, no relative bias, positions counted from the candidates back, the seconds to the
+request embedded in every token, [U, O, Y] before the output matrix, and an MLP of the product of a
+candidate's final row with an MLP of its item. MLPs of one item, or of one set of actions, are
+folded into tables: a row each.
 
-Source: its public code, `modules/{dlrm_hstu,stu,preprocessors,action_encoder,positional_encoder,postprocessors}.py`;
-settings are the fields of its `DlrmHSTUConfig`, with the defaults of its configurations. Its GPU kernel clamps time
-buckets at the table's end, which is what is served.
+Source: its public code,
+`modules/{dlrm_hstu,stu,preprocessors,action_encoder,positional_encoder,postprocessors}.py`;
+settings are the fields of its `DlrmHSTUConfig`, with the defaults of its configurations. Its GPU
+kernel clamps time buckets at the table's end, which is what is served.
 """
 
 from __future__ import annotations
@@ -83,8 +87,12 @@ def convert_research(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         num_times = num_times or len(times)
         distances = source.take(theirs + "_rel_attn_bias._pos_w", 2 * len(positions) - 1)
         tensors |= {
-            ours + "uvqk.weight": source.take(theirs + "_uvqk", dim, 2 * heads * (v_dim + qk_dim)).T,
-            ours + "out.weight": source.take(theirs + "_o.weight", dim, heads * v_dim * (3 if concat else 1)),
+            ours + "uvqk.weight": source.take(
+                theirs + "_uvqk", dim, 2 * heads * (v_dim + qk_dim)
+            ).T,
+            ours + "out.weight": source.take(
+                theirs + "_o.weight", dim, heads * v_dim * (3 if concat else 1)
+            ),
             ours + "out.bias": source.take(theirs + "_o.bias", dim),
             ours + "position_bias": distances[: len(positions)].flip(0).expand(heads, -1),
             ours + "time_bias": times.expand(heads, -1),
@@ -140,17 +148,32 @@ def convert_dlrm_v3(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     scaling = int(source.setting("scaling_seqlen", 0))
     if scaling < 1:
         source.reject(
-            "attention is divided by the longest sequence of each batch (rule E1): pass --set scaling_seqlen=N, the "
+            "attention is divided by the longest sequence of each batch (rule E1): pass --set "
+            "scaling_seqlen=N, the "
             "number that it was trained with"
         )
-    table = next((f"{TABLES}{name}.weight" for name in ITEM_TABLES if f"{TABLES}{name}.weight" in source.tensors), "")
+    table = next(
+        (
+            f"{TABLES}{name}.weight"
+            for name in ITEM_TABLES
+            if f"{TABLES}{name}.weight" in source.tensors
+        ),
+        "",
+    )
     items = source.take(table or f"{TABLES}movie_id.weight", -1, -1)
     content = gated_mlp(source, f"{PREPROCESSOR}_content_embedding_mlp.", items)
     candidates = gated_mlp(source, "_item_embedding_mlp.", items)
-    if source.tensors.get(f"{PREPROCESSOR}_additional_embedding_mlp.0.weight", torch.ones(1)).numel() == 0:
+    if (
+        source.tensors.get(
+            f"{PREPROCESSOR}_additional_embedding_mlp.0.weight", torch.ones(1)
+        ).numel()
+        == 0
+    ):
         source.drop(prefix=f"{PREPROCESSOR}_additional_embedding_mlp.")  # of no feature
     dim = content.shape[1]
-    sets, actions = action_sets(source, f"{PREPROCESSOR}_action_encoder.", f"{PREPROCESSOR}_action_embedding_mlp.", dim)
+    sets, actions = action_sets(
+        source, f"{PREPROCESSOR}_action_encoder.", f"{PREPROCESSOR}_action_embedding_mlp.", dim
+    )
     features, own = _contextual(source, dim)
     positions = source.take(f"{TRANSDUCER}_positional_encoder._position_embeddings_weight", -1, dim)
     times = source.take(f"{TRANSDUCER}_positional_encoder._timestamp_embeddings_weight", -1, dim)
@@ -160,7 +183,11 @@ def convert_dlrm_v3(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         source.reject(f"missing tensor {stu}0._uvqk_weight")
     heads, v_dim, qk_dim = (
         int(source.setting(key, default))
-        for key, default in (("hstu_num_heads", 4), ("hstu_attn_linear_dim", 128), ("hstu_attn_qk_dim", 128))
+        for key, default in (
+            ("hstu_num_heads", 4),
+            ("hstu_attn_linear_dim", 128),
+            ("hstu_attn_qk_dim", 128),
+        )
     )
     is_per_head = bool(source.setting("hstu_group_norm", False))
     head = "_multitask_module._prediction_module."
@@ -186,12 +213,19 @@ def convert_dlrm_v3(source: ForeignCheckpoint, names: GivenNames) -> Converted:
     tensors |= own
     periods = clocks(source, post, dim, tensors)
     for layer in range(num_layers):
-        tensors |= stu_layer(source, f"{stu}{layer}.", f"layers.{layer}.", dim, heads, qk_dim, v_dim, is_per_head)
+        tensors |= stu_layer(
+            source, f"{stu}{layer}.", f"layers.{layer}.", dim, heads, qk_dim, v_dim, is_per_head
+        )
     source.finish()  # before sizes that follow from what is missing are rejected
     config = HSTUConfig(
         num_items=max(len(items), 1),
         actions=named(source, "actions", names.actions, sets),
-        tasks=named(source, "tasks", names.tasks, tuple(f"task{index}" for index in range(max(len(last), 1)))),
+        tasks=named(
+            source,
+            "tasks",
+            names.tasks,
+            tuple(f"task{index}" for index in range(max(len(last), 1))),
+        ),
         dim=dim,
         num_layers=max(num_layers, 1),
         num_heads=heads,
@@ -213,7 +247,8 @@ def convert_dlrm_v3(source: ForeignCheckpoint, names: GivenNames) -> Converted:
         **features,
     )
     source.notes += [
-        "positions count from the candidates back and tokens embed the time to the request: served without a prefix "
+        "positions count from the candidates back and tokens embed the time to the request: served "
+        "without a prefix "
         "cache (relay.enabled: false)",
         "an action is the sum of the weights of what was done, as the logs have it",
     ]
@@ -221,7 +256,10 @@ def convert_dlrm_v3(source: ForeignCheckpoint, names: GivenNames) -> Converted:
 
 
 def _contextual(source: ForeignCheckpoint, dim: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take the contextual features, if there are any: settings, and tensors. Their tokens are causal here."""
+    """Take the contextual features, if there are any: settings, and tensors.
+
+    Their tokens are causal here.
+    """
     at = f"{PREPROCESSOR}_batched_contextual_linear_"
     if f"{at}weights" not in source.tensors:
         return {}, {}
@@ -230,13 +268,15 @@ def _contextual(source: ForeignCheckpoint, dim: int) -> tuple[dict[str, Any], di
     biases = source.take(f"{at}bias", len(weights), dim)
     if len(lengths) != len(weights) or set(lengths.values()) != {1}:
         source.reject(
-            f"contextual features: the checkpoint has {len(weights)} tokens of them and no names; pass --set "
+            f"contextual features: the checkpoint has {len(weights)} tokens of them and no names; "
+            "pass --set "
             "contextual_feature_to_max_length=\"{'user_id': 1, ..}\" as trained, a token each"
         )
         return {}, {}
     if any(source.setting("contextual_feature_to_min_uih_length", {}).values()):
         source.reject(
-            "contextual_feature_to_min_uih_length: whether a feature counts depends on the number of candidates (E8); "
+            "contextual_feature_to_min_uih_length: whether a feature counts depends on the number "
+            "of candidates (E8); "
             "without it they always count"
         )
     tables = [source.take(f"{TABLES}{name}.weight", -1, weights.shape[1]) for name in lengths]

@@ -1,14 +1,16 @@
 """What another project's checkpoint folder holds, and what all conversions share.
 
-A conversion takes what it knows of the tensors by name and the settings; at the end whatever is left is named, with
-everything that was rejected before, in one error: nothing is dropped in silence.
+A conversion takes what it knows of the tensors by name and the settings; at the end whatever is
+left is named, with everything that was rejected before, in one error: nothing is dropped in
+silence.
 
-Meta's DLRM form of HSTU and what descends from it have layers in common, MLPs that become rows, and contextual
-features: a token each of the user in front of the history, or all in one. Such a token is a linear layer, or an MLP,
-of the row of the feature's value. It is folded into the rows: what a token is without a value is in `user_token`, and
-what the value adds is its row.
+Meta's DLRM form of HSTU and what descends from it have layers in common, MLPs that become rows, and
+contextual features: a token each of the user in front of the history, or all in one. Such a token
+is a linear layer, or an MLP, of the row of the feature's value. It is folded into the rows: what a
+token is without a value is in `user_token`, and what the value adds is its row.
 
-Source: the public code of generative-recommenders, `modules/{stu,preprocessors,action_encoder,postprocessors}.py`.
+Source: the public code of generative-recommenders,
+`modules/{stu,preprocessors,action_encoder,postprocessors}.py`.
 """
 
 from __future__ import annotations
@@ -42,13 +44,16 @@ STATE_KEYS = (
     "state_dict",
     "model",
 )  # under which programs save a state dict
-WRAPPERS = ("module.", "_orig_mod.", "_dmp_wrapped_module.")  # in front of names, of modules around the model
+# in front of names, of modules around the model
+WRAPPERS = ("module.", "_orig_mod.", "_dmp_wrapped_module.")
 
 
 class ForeignCheckpoint:
     """One checkpoint of another project, while it is converted."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+    ) -> None:
         """Begin a conversion.
 
         Args:
@@ -71,7 +76,10 @@ class ForeignCheckpoint:
         self.problems.append(problem)
 
     def only(self, key: str, allowed: Iterable[Any], default: Any) -> Any:
-        """Read a setting of which some values convert; another is noted, and the first allowed one returned."""
+        """Read a setting of which some values convert.
+
+        Another is noted, and the first allowed one returned.
+        """
         allowed = list(allowed)
         value = self.setting(key, default)
         if value in allowed:
@@ -87,22 +95,32 @@ class ForeignCheckpoint:
             shape: that it must have; -1 = any size.
 
         Returns:
-            The tensor; zeros of the wanted shape (1 for any) where it is missing or other, which is noted.
+            The tensor; zeros of the wanted shape (1 for any) where it is missing or other, which is
+            noted.
         """
         found = self.tensors.pop(name, None)
         if found is None:
             self.reject(f"missing tensor {name}")
         elif not found.is_floating_point() or not bool(torch.isfinite(found).all()):
             self.reject(f"{name}: not floating-point numbers, or NaN or infinity among them")
-        elif shape and (len(shape) != found.ndim or any(w not in (-1, n) for w, n in zip(shape, found.shape))):  # noqa: B905
-            self.reject(f"{name}: shape {list(found.shape)}, the configuration asks for {list(shape)}")
+        elif shape and (
+            len(shape) != found.ndim
+            or any(w not in (-1, n) for w, n in zip(shape, found.shape, strict=True))
+        ):
+            self.reject(
+                f"{name}: shape {list(found.shape)}, the configuration asks for {list(shape)}"
+            )
         else:
             return found.detach().float()
         return torch.zeros([max(1, size) for size in shape])
 
     def drop(self, *, prefix: str = "", suffix: str = "") -> None:
         """Leave out tensors whose values follow from the configuration, or that others hold by now."""
-        self.tensors = {n: t for n, t in self.tensors.items() if not (n.startswith(prefix) and n.endswith(suffix))}
+        self.tensors = {
+            n: t
+            for n, t in self.tensors.items()
+            if not (n.startswith(prefix) and n.endswith(suffix))
+        }
 
     def finish(self) -> None:
         """Name everything that did not convert.
@@ -122,7 +140,8 @@ def read_tensors(folder: Path, *, is_trusted: bool = False) -> dict[str, Tensor]
 
     Args:
         folder: with one checkpoint.
-        is_trusted: read distributed checkpoints, whose metadata are a pickle: reading it may run its author's code.
+        is_trusted: read distributed checkpoints, whose metadata are a pickle: reading it may run
+            its author's code.
 
     Raises:
         CheckpointError: there is none, or one cannot be read.
@@ -131,16 +150,20 @@ def read_tensors(folder: Path, *, is_trusted: bool = False) -> dict[str, Tensor]
     weights = sorted(path for path in folder.rglob("*") if path.is_file() and is_weights(path))
     parts = [path.parent for path in sorted(folder.rglob(".metadata"))]
     if not weights and not parts:
-        raise CheckpointError(f"{folder}: no weights: neither .safetensors, nor a file of torch.save, nor .metadata")
+        raise CheckpointError(
+            f"{folder}: no weights: neither .safetensors, nor a file of torch.save, nor .metadata"
+        )
     if parts and not is_trusted:
         raise CheckpointError(
-            f"{parts[0]}/.metadata is a pickle: reading it may run its author's code; pass --trusted if you trust it"
+            f"{parts[0]}/.metadata is a pickle: reading it may run its author's code; pass "
+            "--trusted if you trust it"
         )
     for path in [*weights, *parts]:
         for name, tensor in (_read_distributed(path) if path in parts else _read(path)).items():
             if name in found:
                 raise CheckpointError(
-                    f"{folder}: tensor {name} is in several files: leave one checkpoint in the folder"
+                    f"{folder}: tensor {name} is in several files: leave one checkpoint in the "
+                    "folder"
                 )
             found[name] = tensor
     return found
@@ -160,7 +183,9 @@ def _read(path: Path) -> dict[str, Tensor]:
             return unwrapped(load_file(path))
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, pickle.UnpicklingError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {str(error).partition(chr(10))[0]}") from error
+        raise CheckpointError(
+            f"{path}: cannot be read: {str(error).partition(chr(10))[0]}"
+        ) from error
     for key in STATE_KEYS:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -175,8 +200,13 @@ def _read_distributed(folder: Path) -> dict[str, Tensor]:
         joined = Path(scratch, "joined.pt")
         try:
             dcp_to_torch_save(folder, joined)
-        except (Exception, CheckpointException) as error:  # it raises whatever its files make it stumble over
-            raise CheckpointError(f"{folder}: cannot be read: {str(error).strip().splitlines()[-1]}") from error
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # it raises whatever its files make it stumble over
+            raise CheckpointError(
+                f"{folder}: cannot be read: {str(error).strip().splitlines()[-1]}"
+            ) from error
         return _read(joined)
 
 
@@ -199,7 +229,9 @@ def read_gin(folder: Path) -> dict[str, Any]:
     """
     files = sorted(folder.rglob("*.gin"))
     if len(files) > 1:
-        raise CheckpointError(f"{folder}: several gin files: {', '.join(path.name for path in files)}")
+        raise CheckpointError(
+            f"{folder}: several gin files: {', '.join(path.name for path in files)}"
+        )
     found: dict[str, Any] = {}
     pending = ""
     for number, line in enumerate(files[0].read_text().splitlines() if files else [], 1):
@@ -212,9 +244,12 @@ def read_gin(folder: Path) -> dict[str, Any]:
             found[key.strip()] = ast.literal_eval(value.strip())
             pending = ""
         except (SyntaxError, ValueError) as error:
-            if equals and value.count("[") + value.count("(") + value.count("{") > sum(map(value.count, "])}")):
+            if equals and value.count("[") + value.count("(") + value.count("{") > sum(
+                map(value.count, "])}")
+            ):
                 continue  # goes on in the next line
-            if "@" in value or "%" in value:  # a reference to a function or a macro: no setting of a model
+            # a reference to a function or a macro: no setting of a model
+            if "@" in value or "%" in value:
                 pending = ""
                 continue
             raise CheckpointError(f"{files[0]}: line {number}: not a literal: {pending}") from error
@@ -222,7 +257,10 @@ def read_gin(folder: Path) -> dict[str, Any]:
 
 
 class GivenNames(NamedTuple):
-    """What a checkpoint of another project does not say of itself; empty = numbers, or the project's own words."""
+    """What a checkpoint of another project does not say of itself.
+
+    Empty = numbers, or the project's own words.
+    """
 
     item_ids: I64 | None = None  # [num_items] external id of each row, each once
     actions: tuple[str, ...] = ()
@@ -237,13 +275,16 @@ class Converted(NamedTuple):
     notes: list[str]  # what became of things that a reader of the source would look for
 
 
-def filled(source: ForeignCheckpoint, config: HSTUConfig, tensors: dict[str, Tensor], item_ids: I64) -> Converted:
+def filled(
+    source: ForeignCheckpoint, config: HSTUConfig, tensors: dict[str, Tensor], item_ids: I64
+) -> Converted:
     """Make the model.
 
     Args:
         source: everything of it is taken by now.
         config: the model's.
-        tensors: of the model by our names; biases that are absent are zero, norms that are absent change nothing.
+        tensors: of the model by our names; biases that are absent are zero, norms that are absent
+            change nothing.
         item_ids: external id of each item row.
 
     Raises:
@@ -268,11 +309,15 @@ def named_items(source: ForeignCheckpoint, names: GivenNames, num_items: int, fi
         source.notes.append(f"items are numbers, {first_id} to {first_id + num_items - 1}")
         return np.arange(first_id, first_id + num_items)
     if len(names.item_ids) != num_items:
-        raise CheckpointError(f"item ids: {len(names.item_ids)}, and the checkpoint has {num_items} items")
+        raise CheckpointError(
+            f"item ids: {len(names.item_ids)}, and the checkpoint has {num_items} items"
+        )
     return names.item_ids
 
 
-def named(source: ForeignCheckpoint, what: str, given: tuple[str, ...], default: tuple[str, ...]) -> tuple[str, ...]:
+def named(
+    source: ForeignCheckpoint, what: str, given: tuple[str, ...], default: tuple[str, ...]
+) -> tuple[str, ...]:
     """Return the given names, or the default ones; a wrong number is noted."""
     if given and len(given) != len(default):
         source.reject(f"{what}: {len(given)} names, and the checkpoint has {len(default)}")
@@ -296,10 +341,13 @@ class Contextual(NamedTuple):
     """One feature."""
 
     feature: Feature  # of the user
-    rows: Tensor  # [num_rows, d] of its table, in the order of `Feature.num_rows`; of what is missing last
+    # [num_rows, d] of its table, in the order of `Feature.num_rows`; of what is missing last
+    rows: Tensor
 
 
-def numbered(source: ForeignCheckpoint, name: str, table: Tensor, missing: Tensor | None = None) -> Contextual:
+def numbered(
+    source: ForeignCheckpoint, name: str, table: Tensor, missing: Tensor | None = None
+) -> Contextual:
     """Make a feature whose values are the numbers of its table's rows.
 
     Args:
@@ -332,7 +380,10 @@ def folded(
     """
     rows = [one.rows @ weight * scale for one, weight in zip(features, weights, strict=True)]
     is_each = len(biases) == len(features)
-    settings = {"features": tuple(one.feature for one in features), "user_tokens": "each" if is_each else "sum"}
+    settings = {
+        "features": tuple(one.feature for one in features),
+        "user_tokens": "each" if is_each else "sum",
+    }
     padding = biases.new_zeros(1, biases.shape[1])
     tensors = {
         "features.user.codes.weight": torch.cat([*rows, padding]),
@@ -357,8 +408,12 @@ def gated_mlp(source: ForeignCheckpoint, at: str, rows: Tensor) -> Tensor:
     return layer_norm(x, x.shape[-1:], *norm, EPS)
 
 
-def action_sets(source: ForeignCheckpoint, at: str, mlp: str, dim: int) -> tuple[tuple[str, ...], Tensor]:
-    """Name every set of actions by the sum of its weights, and compute its row; the last row is a candidate's.
+def action_sets(
+    source: ForeignCheckpoint, at: str, mlp: str, dim: int
+) -> tuple[tuple[str, ...], Tensor]:
+    """Name every set of actions by the sum of its weights, and compute its row.
+
+    The last row is a candidate's.
 
     Args:
         source: has them.
@@ -366,35 +421,56 @@ def action_sets(source: ForeignCheckpoint, at: str, mlp: str, dim: int) -> tuple
         mlp: of the MLP behind it.
         dim: of a row.
     """
-    weights = source.tensors.pop(f"{at}_combined_action_weights", torch.tensor([], dtype=torch.int64)).tolist()
+    weights = source.tensors.pop(
+        f"{at}_combined_action_weights", torch.tensor([], dtype=torch.int64)
+    ).tolist()
     bits = len(weights)
     if not bits:
         source.reject("no action encoder: events of one kind only do not convert")
         return ("0",), torch.zeros(2, dim)
-    if bits > MAX_ACTION_BITS or len({w.bit_count() for w in weights}) != 1 or len(set(weights)) != bits:
+    if (
+        bits > MAX_ACTION_BITS
+        or len({w.bit_count() for w in weights}) != 1
+        or len(set(weights)) != bits
+    ):
         source.reject(f"action_weights = {weights}: up to {MAX_ACTION_BITS} powers of two convert")
         return ("0",), torch.zeros(2, dim)
     table = source.take(f"{at}_action_embedding_table", bits, -1)
     shown = source.take(f"{at}_target_action_embedding_table", 1, table.numel())
     masks = (torch.arange(2**bits)[:, None] >> torch.arange(bits)) & 1  # [sets, bits]
     rows = torch.cat([(masks[:, :, None] * table).flatten(1), shown])
-    names = tuple(str(sum(w for w, on in zip(weights, mask, strict=True) if on)) for mask in masks.tolist())
+    names = tuple(
+        str(sum(w for w, on in zip(weights, mask, strict=True) if on)) for mask in masks.tolist()
+    )
     return names, gated_mlp(source, mlp, rows)
 
 
-def clocks(source: ForeignCheckpoint, at: str, dim: int, tensors: dict[str, Tensor]) -> tuple[TimePeriod, ...]:
+def clocks(
+    source: ForeignCheckpoint, at: str, dim: int, tensors: dict[str, Tensor]
+) -> tuple[TimePeriod, ...]:
     """Take the clocks of the last rows, if there are any."""
     if f"{at}_period_units" not in source.tensors:
         return ()
     units = source.take(f"{at}_period_units", 1, -1).flatten().tolist()
     counts = source.take(f"{at}_units_per_period", 1, len(units)).flatten().tolist()
-    tensors["clock.linear.weight"] = source.take(f"{at}_time_feature_combiner.weight", dim, dim + 2 * len(units))
+    tensors["clock.linear.weight"] = source.take(
+        f"{at}_time_feature_combiner.weight", dim, dim + 2 * len(units)
+    )
     tensors["clock.linear.bias"] = source.take(f"{at}_time_feature_combiner.bias", dim)
-    return tuple(TimePeriod(unit_s=int(u), num_units=int(n)) for u, n in zip(units, counts, strict=True))
+    return tuple(
+        TimePeriod(unit_s=int(u), num_units=int(n)) for u, n in zip(units, counts, strict=True)
+    )
 
 
 def stu_layer(
-    source: ForeignCheckpoint, theirs: str, ours: str, dim: int, heads: int, qk_dim: int, v_dim: int, is_per_head: bool
+    source: ForeignCheckpoint,
+    theirs: str,
+    ours: str,
+    dim: int,
+    heads: int,
+    qk_dim: int,
+    v_dim: int,
+    is_per_head: bool,
 ) -> dict[str, Tensor]:
     """Take the tensors of one layer."""
     rows = 2 * heads * (v_dim + qk_dim)

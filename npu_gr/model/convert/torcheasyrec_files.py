@@ -4,10 +4,11 @@
     FOLDER/model.ckpt-<step>/model/            torch's distributed checkpoint
     FOLDER/model.ckpt-<step>/{optimizer,..}    not read
 
-Messages in text form are read without their definitions. Without them nobody knows whether a field is there once or
-many times, so every field is a list here.
+Messages in text form are read without their definitions. Without them nobody knows whether a field
+is there once or many times, so every field is a list here.
 
-Source: its public code, `latest_checkpoint`, `save_model`, `IdFeature`, `BaseFeature` and `EmbeddingGroup`.
+Source: its public code, `latest_checkpoint`, `save_model`, `IdFeature`, `BaseFeature` and
+`EmbeddingGroup`.
 """
 
 from __future__ import annotations
@@ -175,7 +176,11 @@ CONFIG = "pipeline.config"
 
 def weights_folder(folder: Path) -> Path:
     """Return the folder that holds the weights of the newest step."""
-    steps = {path: path.name.removeprefix("model.ckpt-") for path in folder.glob("model.ckpt-*") if path.is_dir()}
+    steps = {
+        path: path.name.removeprefix("model.ckpt-")
+        for path in folder.glob("model.ckpt-*")
+        if path.is_dir()
+    }
     numbered = [(int(step), path) for path, step in steps.items() if step.isdecimal()]
     newest = max(numbered)[1] if numbered else folder
     return newest / "model" if (newest / "model").is_dir() else newest
@@ -187,7 +192,9 @@ def read_pipeline(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is missing, or no such text.
     """
-    found = next((path for path in (folder / CONFIG, folder.parent / CONFIG) if path.is_file()), None)
+    found = next(
+        (path for path in (folder / CONFIG, folder.parent / CONFIG) if path.is_file()), None
+    )
     if found is None:
         raise CheckpointError(f"{folder}: no {CONFIG}")
     try:
@@ -206,8 +213,17 @@ def pipeline_of(settings: dict[str, Any]) -> TextMessage:
     return pipeline
 
 
-GROUPS = ("contextual", "uih", "candidate", "uih_action", "uih_watchtime", "uih_timestamp", "candidate_timestamp")
-HASHED = ("zch", "dynamicemb", "vocab_dict", "vocab_file")  # rows by a map that the tables do not hold
+GROUPS = (
+    "contextual",
+    "uih",
+    "candidate",
+    "uih_action",
+    "uih_watchtime",
+    "uih_timestamp",
+    "candidate_timestamp",
+)
+# rows by a map that the tables do not hold
+HASHED = ("zch", "dynamicemb", "vocab_dict", "vocab_file")
 
 
 class FeatureConfigs:
@@ -236,7 +252,9 @@ class FeatureConfigs:
         """Keep what a `feature_configs`, or one of a sequence, says."""
         for kind in config.fields:
             own = config.message(kind)
-            self._configs[f"{prefix}{own.one('feature_name')}"] = TextMessage({**own.fields, "kind": [kind]})
+            self._configs[f"{prefix}{own.one('feature_name')}"] = TextMessage(
+                {**own.fields, "kind": [kind]}
+            )
 
     def items(self) -> Tensor:
         """Take the table of items, [n, d]."""
@@ -245,11 +263,14 @@ class FeatureConfigs:
             names = self._groups.get(group, [])
             if len(names) != 1:
                 self._source.reject(
-                    f"feature group {group} has {', '.join(names) or 'none'}: one feature, the item, converts"
+                    f"feature group {group} has {', '.join(names) or 'none'}: one feature, the "
+                    "item, converts"
                 )
             found.append(self._table_name(names[0]) if names else "")
         if found[0] != found[1]:
-            self._source.reject("feature groups uih and candidate: their items have different tables")
+            self._source.reject(
+                "feature groups uih and candidate: their items have different tables"
+            )
         for name in self._groups.get("uih", [])[:1]:
             self._is_by_row(name)
         return self._take(f"seq_emb_impls.*.{found[0]}")
@@ -268,16 +289,23 @@ class FeatureConfigs:
         config = self._configs[name]
         default = str(config.one("default_value", ""))
         if not (listed := [str(value) for value in config.many("vocab_list")]):
-            missing = table[int(default)] if default.isdecimal() and int(default) < len(table) else None
+            missing = (
+                table[int(default)] if default.isdecimal() and int(default) < len(table) else None
+            )
             return numbered(self._source, name, table, missing)
         nothing = table.new_zeros(table.shape[1])
-        first = 0 if (other := config.one("default_bucketize_value")) is not None else 2  # else: default, unknown
+        # else: default, unknown
+        first = 0 if (other := config.one("default_bucketize_value")) is not None else 2
         if len(table) != first + len(listed):
-            self._source.reject(f"contextual feature {name}: {len(listed)} values, and a table of {len(table)} rows")
+            self._source.reject(
+                f"contextual feature {name}: {len(listed)} values, and a table of {len(table)} rows"
+            )
             return numbered(self._source, name, table)
         unknown = table[1 if other is None else int(other)]
         row_of = dict(zip(listed, table[first:], strict=True))
-        missing = row_of.get(default, table[0] if other is None else unknown) if default else nothing
+        missing = (
+            row_of.get(default, table[0] if other is None else unknown) if default else nothing
+        )
         feature = Feature(name=name, of="user", kind="category", values=tuple(listed))
         return Contextual(feature, torch.cat([table[first:], unknown[None], missing[None]]))
 
@@ -285,12 +313,20 @@ class FeatureConfigs:
         """Tell whether a feature is one name or number, with a row; what it is else is noted."""
         config = self._configs.get(name, TextMessage())
         kind, more = config.one("kind", "missing"), [key for key in HASHED if key in config.fields]
-        if kind != "id_feature" or more or config.one("weighted", False) or config.one("value_dim", 1) not in (0, 1):
-            self._source.reject(f"feature {name}: {', '.join([kind, *more])}: one id with a row of a table converts")
+        if (
+            kind != "id_feature"
+            or more
+            or config.one("weighted", False)
+            or config.one("value_dim", 1) not in (0, 1)
+        ):
+            self._source.reject(
+                f"feature {name}: {', '.join([kind, *more])}: one id with a row of a table converts"
+            )
             return False
         if "hash_bucket_size" in config.fields:
             self._source.notes.append(
-                f"feature {name}: a value is the bucket of its hash, as the project's tools compute it"
+                f"feature {name}: a value is the bucket of its hash, as the project's tools "
+                "compute it"
             )
         return True
 
@@ -306,8 +342,11 @@ class FeatureConfigs:
         found = [
             full
             for full in self._source.tensors
-            if full.startswith(f"embedding_group.{collection}.") and full.endswith(f".{name}.weight")
+            if full.startswith(f"embedding_group.{collection}.")
+            and full.endswith(f".{name}.weight")
         ]
-        table = self._source.take(found[0] if len(found) == 1 else f"embedding_group.{place}.weight", -1, -1)
+        table = self._source.take(
+            found[0] if len(found) == 1 else f"embedding_group.{place}.weight", -1, -1
+        )
         self._taken[place] = table
         return table

@@ -41,7 +41,9 @@ MIN_CHARACTERS = 24  # of a key: 144 bits if they are random letters and digits
 ANY_TENANT = "*"
 
 
-class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class KeyEntry(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """One key, as the file has it."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
@@ -53,9 +55,13 @@ class KeyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         if self.expires is not None and self.expires.tzinfo is None:
-            raise ValueError(f"expires: {self.expires.isoformat()} has no time zone; end it with Z for UTC")
+            raise ValueError(
+                f"expires: {self.expires.isoformat()} has no time zone; end it with Z for UTC"
+            )
         if self.expires is not None and not 1970 <= self.expires.year < 9999:
-            raise ValueError(f"expires: {self.expires.isoformat()}: the limits are the years 1970 and 9998")
+            raise ValueError(
+                f"expires: {self.expires.isoformat()}: the limits are the years 1970 and 9998"
+            )
 
 
 class KeyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +122,9 @@ class Key:
         if self.tenant is None:
             return named
         if named not in ("", self.tenant):
-            raise Forbidden(f"tenant: the key {self.name!r} is for the tenant {self.tenant!r} alone")
+            raise Forbidden(
+                f"tenant: the key {self.name!r} is for the tenant {self.tenant!r} alone"
+            )
         return self.tenant
 
 
@@ -168,7 +176,11 @@ def written(file: KeyFile) -> str:
 
 def in_utc(entry: KeyEntry) -> str:
     """Say when a key expires."""
-    return "never" if entry.expires is None else entry.expires.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return (
+        "never"
+        if entry.expires is None
+        else entry.expires.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    )
 
 
 log = logging.getLogger(__name__)
@@ -248,11 +260,16 @@ class KeyRing:
             if key.rate_per_s is not None:
                 old = self._buckets.get(key.name)
                 same = old is not None and old.rate_per_s == key.rate_per_s
-                buckets[key.name] = old if old and same else TokenBucket(key.rate_per_s, BURST_S * key.rate_per_s)
+                buckets[key.name] = (
+                    old if old and same else TokenBucket(key.rate_per_s, BURST_S * key.rate_per_s)
+                )
         self._buckets = buckets
 
     def reload_if_changed(self) -> None:
-        """Read the file again; other content is in force at once. A file that cannot be parsed changes nothing."""
+        """Read the file again; other content is in force at once.
+
+        A file that cannot be parsed changes nothing.
+        """
         if self._path is None:
             return
         try:
@@ -261,7 +278,9 @@ class KeyRing:
             content = b""
         except OSError as error:
             if not self.is_stale:
-                log.error("the old keys stay in force: api_keys_file: %s: %s", self._path, error.strerror)
+                log.error(
+                    "the old keys stay in force: api_keys_file: %s: %s", self._path, error.strerror
+                )
             self.is_stale = True
             self._read = None  # so that the same content ends this state
             return
@@ -310,7 +329,10 @@ class KeyRing:
         return key
 
     async def of_caller(self, sent: str | None) -> Key:
-        """Find the key of a caller as `find` does; where keys are guessed, the rejection is held back."""
+        """Find the key of a caller as `find` does.
+
+        Where keys are guessed, the rejection is held back.
+        """
         try:
             return self.find(None if sent is None else sent.encode(errors="surrogateescape"))
         except Unauthorized:
@@ -375,7 +397,8 @@ class KeyRing:
 RATE_PER_S = 10.0  # wrong keys that are answered at once
 BURST = 20.0
 HOLD_S = 1.0
-MAX_HELD = 1000  # answers: to hold one costs a connection, so the ones over this limit leave at once
+# answers: to hold one costs a connection, so the ones over this limit leave at once
+MAX_HELD = 1000
 
 
 class Throttle:

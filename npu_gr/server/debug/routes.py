@@ -1,6 +1,7 @@
 """Routes for a process that misbehaves: its stacks, a profile of some seconds, one bundle for a report, the runbooks.
 
-An instance and the router's admin application have them; each says what its bundle holds beyond the common part.
+An instance and the router's admin application have them; each says what its bundle holds beyond the
+common part.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     metadata -> key -> message -> rate of the key -> work -> status
 
-A caller without a key is rejected before its message is read. Who cancels, or whose deadline is over, gives up
-everything that the call holds: gRPC cancels the coroutine.
+A caller without a key is rejected before its message is read. Who cancels, or whose deadline is
+over, gives up everything that the call holds: gRPC cancels the coroutine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from typing import Any
 import grpc
 from multidict import CIMultiDict
 
-from npu_gr.core.errors import BadRequest, DeadlineExceeded, NotTaken, NpuGrError, Overloaded, Rejection
+from npu_gr.core.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    NotTaken,
+    NpuGrError,
+    Overloaded,
+    Rejection,
+)
 from npu_gr.core.kinds import Scope
 from npu_gr.server import http
 from npu_gr.server.access_log import ServerCall
@@ -27,7 +34,8 @@ from npu_gr.server.middleware import ABANDONED, Course
 log = logging.getLogger(__name__)
 
 STATUS = "npu-gr-status"  # trailing metadata of an error: its status over HTTP, which says more
-PUSHBACK_MS = "grpc-retry-pushback-ms"  # clients heed it, where their service config lets them retry
+# clients heed it, where their service config lets them retry
+PUSHBACK_MS = "grpc-retry-pushback-ms"
 CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -41,7 +49,9 @@ Metadata = tuple[tuple[str, str], ...]
 Work = Callable[[ServerCall, bytes], Awaitable[bytes]]
 
 
-async def unary(course: Course, path: str, scope: Scope | None, work: Work, _: Any, context: Any) -> bytes:
+async def unary(
+    course: Course, path: str, scope: Scope | None, work: Work, _: Any, context: Any
+) -> bytes:
     """Serve a call with one message.
 
     Args:
@@ -62,9 +72,17 @@ async def unary(course: Course, path: str, scope: Scope | None, work: Work, _: A
 
 
 async def stream(
-    course: Course, path: str, scope: Scope | None, answer: Callable[[Any], Awaitable[None]], _: Any, context: Any
+    course: Course,
+    path: str,
+    scope: Scope | None,
+    answer: Callable[[Any], Awaitable[None]],
+    _: Any,
+    context: Any,
 ) -> None:
-    """Reject the stream of a caller without a key before it is read; each message is looked at again."""
+    """Reject the stream of a caller without a key before it is read.
+
+    Each message is looked at again.
+    """
     call = begin(course, path, context)
     try:
         if scope is not None:
@@ -86,7 +104,12 @@ def begin(course: Course, path: str, context: Any) -> ServerCall:
 
 
 async def counted(
-    course: Course, call: ServerCall, scope: Scope | None, work: Work, context: Any, body: bytes | None = None
+    course: Course,
+    call: ServerCall,
+    scope: Scope | None,
+    work: Work,
+    context: Any,
+    body: bytes | None = None,
 ) -> bytes:
     """Run a call, and count, trace and log it however it ends.
 

@@ -1,8 +1,8 @@
 """The Open Inference Protocol v2 over gRPC, `inference.GRPCInferenceService`, and gRPC's own health service.
 
-The models are those of `server/oip`. Messages are the public protocols' (`protos/`). What protoc makes of them,
-`compiled.binpb` (`make proto`), is read into a pool of descriptors of its own: in a process that has other copies
-of these protocols, a client of Triton's for one, the two do not meet.
+The models are those of `server/oip`. Messages are the public protocols' (`protos/`). What protoc
+makes of them, `compiled.binpb` (`make proto`), is read into a pool of descriptors of its own: in a
+process that has other copies of these protocols, a client of Triton's for one, the two do not meet.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def message(name: str) -> Any:
 
 
 def _pool() -> Any:
-    compiled = resources.files("npu_gr.server.grpc").joinpath("protos", "compiled.binpb").read_bytes()
+    compiled = (
+        resources.files("npu_gr.server.grpc").joinpath("protos", "compiled.binpb").read_bytes()
+    )
     pool = descriptor_pool.DescriptorPool()
     for file in descriptor_pb2.FileDescriptorSet.FromString(compiled).file:
         pool.Add(file)
@@ -103,7 +105,9 @@ class InferenceService:
         return _written("inference.ServerLiveResponse", live=True)
 
     async def _server_ready(self, _call: ServerCall, _body: bytes) -> bytes:
-        return _written("inference.ServerReadyResponse", ready=self._inference.service.is_ready()[0])
+        return _written(
+            "inference.ServerReadyResponse", ready=self._inference.service.is_ready()[0]
+        )
 
     async def _server(self, _call: ServerCall, _body: bytes) -> bytes:
         about = {"name": NAME, "version": __version__, "extensions": EXTENSIONS[1:]}
@@ -162,10 +166,13 @@ class InferenceService:
             made = await counted(self._course, call, Scope.INFER, self.infer, context, body)
         except Exception as error:  # noqa: BLE001  (counted and logged)
             return _written(name, error_message=status_of(error, call)[1])
-        return _written(name, infer_response=message("inference.ModelInferResponse").FromString(made))
+        return _written(
+            name, infer_response=message("inference.ModelInferResponse").FromString(made)
+        )
 
 
-MOST_UNDER_WAY = 32  # messages of a stream: the caller waits for the oldest before another one is read
+# messages of a stream: the caller waits for the oldest before another one is read
+MOST_UNDER_WAY = 32
 
 
 def asked_by(message: Any) -> InferRequest:
@@ -201,13 +208,17 @@ def _tensors(message: Any) -> list[Tensor]:
         raise Unprocessable(f"raw_input_contents: {both}: all are raw, or none is")
     tensors = []
     for index, one in enumerate(message.inputs):
-        if any(name != "binary_data_size" for name in one.parameters):  # KServe's client sends it here, too
-            raise Unprocessable(f"{cut(one.name)}: parameters: an input has none here (no shared memory)")
+        # KServe's client sends it here, too
+        if any(name != "binary_data_size" for name in one.parameters):
+            raise Unprocessable(
+                f"{cut(one.name)}: parameters: an input has none here (no shared memory)"
+            )
         if raws and one.HasField("contents"):
             raise Unprocessable(f"{cut(one.name)}: has contents, and raw_input_contents too")
         if len(one.shape) > 8:
             raise Unprocessable(f"{cut(one.name)}: shape has {len(one.shape)} dimensions; takes 1")
-        field = _CONTENTS.get(one.datatype, "bytes_contents")  # a datatype that nothing takes is rejected by its name
+        # a datatype that nothing takes is rejected by its name
+        field = _CONTENTS.get(one.datatype, "bytes_contents")
         values = raws[index] if raws else getattr(one.contents, field)
         tensors.append(Tensor(one.name, one.datatype, tuple(one.shape), values))
     return tensors
@@ -224,13 +235,21 @@ def _response(name: str, sent_id: str, answer: InferAnswer) -> bytes:
             name: message("inference.InferParameter")(**{fields[type(value)]: value})
             for name, value in answer.parameters.items()
         },
-        outputs=[{"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in answer.outputs],
-        raw_output_contents=[pack(one.values) if one.datatype == BYTES else one.values for one in answer.outputs],
+        outputs=[
+            {"name": one.name, "datatype": one.datatype, "shape": one.shape}
+            for one in answer.outputs
+        ],
+        raw_output_contents=[
+            pack(one.values) if one.datatype == BYTES else one.values for one in answer.outputs
+        ],
     )
 
 
 class HealthService:
-    """`grpc.health.v1.Health`: whether new work is welcome, for probes and load balancing. No key."""
+    """`grpc.health.v1.Health`: whether new work is welcome, for probes and load balancing.
+
+    No key.
+    """
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
@@ -245,7 +264,9 @@ class HealthService:
     async def watch(self, context: Any) -> None:
         """Write the status now, and again whenever it changes, until the caller leaves."""
         body = await context.read()
-        name = _read("grpc.health.v1.HealthCheckRequest", body if isinstance(body, bytes) else b"").service
+        name = _read(
+            "grpc.health.v1.HealthCheckRequest", body if isinstance(body, bytes) else b""
+        ).service
         last = None
         while True:
             if (status := self._status(name)) != last:

@@ -1,7 +1,8 @@
 """The gRPC server of a process: it listens, serves in the event loop of HTTP, drains and stops with it.
 
-Needs the extra `grpc`, which is imported where the server is made. All methods read their message themselves, so
-that none is read of a caller without a key; whatever method is not here, gRPC answers with UNIMPLEMENTED.
+Needs the extra `grpc`, which is imported where the server is made. All methods read their message
+themselves, so that none is read of a caller without a key; whatever method is not here, gRPC
+answers with UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ class RpcServer:
             import grpc
 
             from npu_gr.server.grpc.calls import stream, unary
-            from npu_gr.server.grpc.inference import HEALTH, INFERENCE, HealthService, InferenceService
+            from npu_gr.server.grpc.inference import (
+                HEALTH,
+                INFERENCE,
+                HealthService,
+                InferenceService,
+            )
         except ImportError as error:
             raise ConfigError(f"server.grpc_port: needs the extra npu_gr[grpc]: {error}") from error
 
@@ -62,11 +68,15 @@ class RpcServer:
         }
         self._handlers: dict[str, Any] = {
             **{
-                path: grpc.stream_unary_rpc_method_handler(partial(unary, course, path, scope, work))
+                path: grpc.stream_unary_rpc_method_handler(
+                    partial(unary, course, path, scope, work)
+                )
                 for path, (scope, work) in with_one.items()
             },
             **{
-                path: grpc.stream_stream_rpc_method_handler(partial(stream, course, path, scope, answer))
+                path: grpc.stream_stream_rpc_method_handler(
+                    partial(stream, course, path, scope, answer)
+                )
                 for path, (scope, answer) in with_many.items()
             },
         }
@@ -137,7 +147,10 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
 
 
 def _credentials(config: ServerTlsConfig) -> grpc.ServerCredentials:
-    """TLS as HTTP has it; new connections have what is in the files. Raises ConfigError: a file cannot be read."""
+    """TLS as HTTP has it; new connections have what is in the files.
+
+    Raises ConfigError: a file cannot be read.
+    """
     import grpc
 
     files = (config.certificate, config.key, config.client_ca)
@@ -166,4 +179,6 @@ def _credentials(config: ServerTlsConfig) -> grpc.ServerCredentials:
         in_force = content
         return configuration(content)
 
-    return grpc.dynamic_ssl_server_credentials(configuration(in_force), changed, config.client_ca is not None)
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(in_force), changed, config.client_ca is not None
+    )

@@ -1,4 +1,7 @@
-"""`CODECS`: the table that says how HTTP reads and writes each kind of request. There is one module a kind."""
+"""`CODECS`: the table that says how HTTP reads and writes each kind of request.
+
+There is one module a kind.
+"""
 
 from __future__ import annotations
 

@@ -27,19 +27,24 @@ FeatureValues = Annotated[list[FeatureValue], msgspec.Meta(max_length=MOST_VALUE
 class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """An item for the catalogue, as in its file: order score and attributes if the others have them.
 
-    `features`, by name, are what the ranker was trained to read of an item; with the semantic ID they make its score.
-    Without `sid` they make its semantic ID too.
+    `features`, by name, are what the ranker was trained to read of an item; with the semantic ID
+    they make its score. Without `sid` they make its semantic ID too.
     """
 
     item_id: Item  # its name
     title: Annotated[str, msgspec.Meta(max_length=MAX_TITLE)] = ""
     sid: (  # null: made of its features
-        Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(min_length=1, max_length=16)]
+        Annotated[
+            list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]],
+            msgspec.Meta(min_length=1, max_length=16),
+        ]
         | None
     ) = None
     order: float | None = None
     attributes: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = {}
-    features: Annotated[dict[Name, FeatureValue | FeatureValues], msgspec.Meta(max_length=MOST_NAMES)] = {}
+    features: Annotated[
+        dict[Name, FeatureValue | FeatureValues], msgspec.Meta(max_length=MOST_NAMES)
+    ] = {}
 
 
 class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,11 +1,12 @@
 """Is a long body worth decoding? Found by skimming it, without making its objects.
 
-Decoding is one call that nothing interrupts: the event loop stands still for it, and a thread would not help, for the
-call holds the interpreter's lock. A number of a list costs 20 ns, an entry of a map over a microsecond, so 8 MB of
-names would stop the loop for a second, and the limit of the map is checked after that.
+Decoding is one call that nothing interrupts: the event loop stands still for it, and a thread would
+not help, for the call holds the interpreter's lock. A number of a list costs 20 ns, an entry of a
+map over a microsecond, so 8 MB of names would stop the loop for a second, and the limit of the map
+is checked after that.
 
-So what a body has beside its columns is bounded in bytes, and each column in elements, before an object is made.
-Skimming costs 5 ns a byte at worst, and a list of texts 5 more.
+So what a body has beside its columns is bounded in bytes, and each column in elements, before an
+object is made. Skimming costs 5 ns a byte at worst, and a list of texts 5 more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class _Bulk(NamedTuple):
     path: tuple[str, ...]
     limit: str  # setting of section `server`: elements at most
     element_bytes: int  # of a raw one
-    most_entries: int = 0  # of a map of columns, whose elements count together; 0 = it is one column
+    # of a map of columns, whose elements count together; 0 = it is one column
+    most_entries: int = 0
 
 
 class Skimmer(NamedTuple):
@@ -52,17 +54,25 @@ def skimmer(cls: Any) -> Skimmer:
         if nested is not None:
             inner = skimmer(nested.cls)
             fields.append((field.encode_name, inner.struct | None, None))
-            columns += [column._replace(path=(field.encode_name, *column.path)) for column in inner.columns]
+            columns += [
+                column._replace(path=(field.encode_name, *column.path)) for column in inner.columns
+            ]
         else:
             fields.append((field.encode_name, msgspec.Raw, msgspec.Raw()))
         if "limit" in extra:
             most = extra.get("most_entries", 0)
-            columns.append(_Bulk((field.encode_name,), extra["limit"], extra["element_bytes"], most))
-    struct = msgspec.defstruct(about.cls.__name__, fields, kw_only=True, forbid_unknown_fields=True, gc=False)
+            columns.append(
+                _Bulk((field.encode_name,), extra["limit"], extra["element_bytes"], most)
+            )
+    struct = msgspec.defstruct(
+        about.cls.__name__, fields, kw_only=True, forbid_unknown_fields=True, gc=False
+    )
     return Skimmer(struct, tuple(columns))
 
 
-def check(skimmed: msgspec.Struct, num_bytes: int, cls: Any, config: ServerConfig, most: int) -> None:
+def check(
+    skimmed: msgspec.Struct, num_bytes: int, cls: Any, config: ServerConfig, most: int
+) -> None:
     """Check the length of each column, and how much there is beside them.
 
     Args:
@@ -116,7 +126,9 @@ def count_elements(raw: bytes, element_bytes: int, limit: int) -> int | None:
 
 
 def _count_map(raw: bytes, column: _Bulk, limit: int, name: str) -> int | None:
-    """Count the elements of all columns of a map together; None = it is no map. A list within a list counts too.
+    """Count the elements of all columns of a map together; None = it is no map.
+
+    A list within a list counts too.
 
     Raises:
         TooLarge: the map has too many columns. Whether its texts are names is not yet known.
@@ -140,7 +152,9 @@ def _count_map(raw: bytes, column: _Bulk, limit: int, name: str) -> int | None:
             part = bytes(value)
             count = count_elements(part, column.element_bytes, limit) or 0
             if not is_json and part and _is_list(part[0]) and count <= limit < len(part):
-                count += sum(count_elements(bytes(one), 1, limit) or 0 for one in _MSGPACK_LIST.decode(part))
+                count += sum(
+                    count_elements(bytes(one), 1, limit) or 0 for one in _MSGPACK_LIST.decode(part)
+                )
             total += count
             if total > limit:
                 break
@@ -167,7 +181,8 @@ def _count_texts(raw: bytes) -> int:
 
 def _count_outside(raw: bytes, sign: int) -> int:
     """Count a sign of JSON outside of its texts."""
-    # Once escapes are gone, every quotation mark begins or ends a text. Pairs go from left to right, as they are read.
+    # Once escapes are gone, every quotation mark begins or ends a text. Pairs go from left to
+    # right, as they are read.
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     signs = np.frombuffer(raw, np.uint8)

@@ -1,6 +1,7 @@
 """The codec of erasures: DELETE /v1/users/{user_id}. The request is in the URL.
 
-204 without content says that nothing of the user is left; 202 names the places that still hold something of the user.
+204 without content says that nothing of the user is left; 202 names the places that still hold
+something of the user.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ class EraseBody(msgspec.Struct, frozen=True, kw_only=True):
     """An erasure that goes on: the store and the tiers have forgotten the user, and these places hold something yet."""
 
     request_id: str
-    pending: list[str]  # store, recordings: the instance removes the bytes; vectors: made without the user next
+    # store, recordings: the instance removes the bytes; vectors: made without the user next
+    pending: list[str]
 
 
-def render(answer: EraseAnswer, request_id: str, _media: str, _shown: ResponseFields) -> EraseBody | None:
+def render(
+    answer: EraseAnswer, request_id: str, _media: str, _shown: ResponseFields
+) -> EraseBody | None:
     """Answer without content where nothing is left: the status says it all."""
-    return EraseBody(request_id=request_id, pending=list(answer.pending)) if answer.pending else None
+    return (
+        EraseBody(request_id=request_id, pending=list(answer.pending)) if answer.pending else None
+    )
 
 
 CODEC = Codec(
@@ -43,7 +49,12 @@ CODEC = Codec(
     render=render,
     operation="eraseUser",
     parameters=(
-        {"name": "tenant", "in": "query", "schema": {"type": "string", "maxLength": MAX_NAME}, "required": False},
+        {
+            "name": "tenant",
+            "in": "query",
+            "schema": {"type": "string", "maxLength": MAX_NAME},
+            "required": False,
+        },
     ),
     done="Forgotten, and no byte is left.",
 )

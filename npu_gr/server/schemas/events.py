@@ -43,7 +43,8 @@ class EventsOut(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     num_events: int
-    sorted_events: int  # of these, stood later than newer ones, and were sorted (`service.unsorted_history`)
+    # of these, stood later than newer ones, and were sorted (`service.unsorted_history`)
+    sorted_events: int
 
 
 def parse(body: EventsBody, config: ServerConfig, names: Names) -> EventsRequest:
@@ -56,12 +57,18 @@ def parse(body: EventsBody, config: ServerConfig, names: Names) -> EventsRequest
 
 
 def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRequest:
-    """Add the key of the header. Raises BadRequest where it cannot be one, or the body has another."""
+    """Add the key of the header.
+
+    Raises BadRequest where it cannot be one, or the body has another.
+    """
     key = headers.get(IDEMPOTENCY_KEY)
     if key is None:
         return request
     if not re.fullmatch(PRINTABLE, key):
-        raise BadRequest(f"{IDEMPOTENCY_KEY}: {len(key)} characters; needs 1 to {MAX_KEY} printable ASCII characters")
+        raise BadRequest(
+            f"{IDEMPOTENCY_KEY}: {len(key)} characters; needs 1 to {MAX_KEY} "
+            "printable ASCII characters"
+        )
     if request.idempotency_key not in (None, key):
         raise BadRequest(f"{IDEMPOTENCY_KEY}: the body's idempotency_key is another one")
     return replace(request, idempotency_key=key)
@@ -69,7 +76,9 @@ def read_headers(request: EventsRequest, headers: Mapping[str, str]) -> EventsRe
 
 def render(answer: EventsAnswer, request_id: str, _media: str, _shown: ResponseFields) -> EventsOut:
     """Write how many events the store keeps."""
-    return EventsOut(request_id=request_id, num_events=answer.num_events, sorted_events=answer.sorted_events)
+    return EventsOut(
+        request_id=request_id, num_events=answer.num_events, sorted_events=answer.sorted_events
+    )
 
 
 CODEC = Codec(

@@ -26,7 +26,10 @@ from npu_gr.server.schemas import bulk
 
 
 class NamesUser(Protocol):
-    """A body that names its user. The access log needs the user even of a request that is rejected after decoding."""
+    """A body that names its user.
+
+    The access log needs the user even of a request that is rejected after decoding.
+    """
 
     @property
     def user(self) -> UserKey:
@@ -57,27 +60,35 @@ class ResponseFields(NamedTuple):
 
     def titles(self, ids: I64 | None) -> list[str | None] | msgspec.UnsetType:
         """Return the titles of items where the request asks for them; null = one has none."""
-        return self.names.titles(ids) if ids is not None and "title" in self.fields else msgspec.UNSET
+        return (
+            self.names.titles(ids) if ids is not None and "title" in self.fields else msgspec.UNSET
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec(Generic[B, Q, A]):
     """One kind of request on the wire. B = body, Q = request, A = answer of the service.
 
-    `parse` gets the names of the versions in service, and raises TooLarge or Unprocessable, with the field and the
-    limit; `read_headers` raises BadRequest. `render` gets the answer, the request's id, the media type and what is
-    shown of items: msgpack carries raw columns where JSON has lists.
+    `parse` gets the names of the versions in service, and raises TooLarge or Unprocessable, with
+    the field and the limit; `read_headers` raises BadRequest. `render` gets the answer, the
+    request's id, the media type and what is shown of items: msgpack carries raw columns where JSON
+    has lists.
     """
 
-    body: type[B] | None  # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
-    answer: type[msgspec.Struct] | None  # the Struct that `render` makes; None: an answer without content
-    begun: type[msgspec.Struct] | None = None  # the Struct of an answer with status 202: done, but not to the end
+    # the Struct that a body is decoded into; None: no body, `parse` gets `UrlParts`
+    body: type[B] | None
+    # the Struct that `render` makes; None: an answer without content
+    answer: type[msgspec.Struct] | None
+    # the Struct of an answer with status 202: done, but not to the end
+    begun: type[msgspec.Struct] | None = None
     parse: Callable[[B, ServerConfig, Names], Q]
     render: Callable[[A, str, str, ResponseFields], msgspec.Struct | None]
     loose_bytes: int = bulk.LOOSE_BYTES  # that a body may have beside its columns
-    read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None  # what the HTTP headers add; None = nothing
+    # what the HTTP headers add; None = nothing
+    read_headers: Callable[[Q, Mapping[str, str]], Q] | None = None
     operation: str | None = None  # OpenAPI's operationId; None = the kind's name
-    parameters: tuple[dict[str, Any], ...] = ()  # OpenAPI's, beside those of the path and the time limit
+    # OpenAPI's, beside those of the path and the time limit
+    parameters: tuple[dict[str, Any], ...] = ()
     done: str = "Done."  # OpenAPI's description of a good answer
 
 
@@ -108,16 +119,26 @@ def _a_column(what: str, raw: str, dtype: str, limit: str) -> msgspec.Meta:
     """Describe a column: its raw elements, and the setting of `server` that bounds it (`bulk.py` reads both)."""
     name = np.dtype(dtype).name
     text = f"{what}, or {raw} as raw little-endian {name} (base64 in JSON). At most server.{limit}."
-    return msgspec.Meta(description=text, extra={"limit": limit, "element_bytes": np.dtype(dtype).itemsize})
+    return msgspec.Meta(
+        description=text, extra={"limit": limit, "element_bytes": np.dtype(dtype).itemsize}
+    )
 
 
-Items = Annotated[list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_history_events")]
+Items = Annotated[
+    list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_history_events")
+]
 Actions = Annotated[
     list[Action] | bytes,
-    _a_column("Names of actions", "indices in the model's list of actions", "<i2", "max_history_events"),
+    _a_column(
+        "Names of actions", "indices in the model's list of actions", "<i2", "max_history_events"
+    ),
 ]
-Times = Annotated[list[Int] | bytes, _a_column("Unix seconds", "the same", "<i8", "max_history_events")]
-Candidates = Annotated[list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_candidates")]
+Times = Annotated[
+    list[Int] | bytes, _a_column("Unix seconds", "the same", "<i8", "max_history_events")
+]
+Candidates = Annotated[
+    list[Item] | bytes, _a_column("Names of items", "ids", "<i8", "max_candidates")
+]
 LAST_S = 10**11  # unix seconds (the year 5138): a larger number counts something shorter
 MAX_NAME = 128  # characters of a user id, a tenant, a version
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
@@ -127,7 +148,8 @@ Values = Annotated[list[Value], msgspec.Meta(min_length=1, max_length=1000)]  # 
 MOST_NAMES = 100  # of attributes of one item or one filter
 ITEM_FIELDS = ("title",)  # what an answer can say of its items beside their names
 ItemFields = Annotated[list[Name], msgspec.Meta(max_length=16)]
-Titles = list[str | None] | msgspec.UnsetType  # of each item; absent: the request did not ask for them
+# of each item; absent: the request did not ask for them
+Titles = list[str | None] | msgspec.UnsetType
 
 
 UserId = Name | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # a number is its text
@@ -155,7 +177,10 @@ class UserBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A body that brings the user's history or names a known prefix of it. With neither, the history store is read."""
+    """A body that brings the user's history or names a known prefix of it.
+
+    With neither, the history store is read.
+    """
 
     history: History | None = None  # absent: from the history store
     base: Name | None = None  # fingerprint of a known prefix that `history` continues
@@ -165,8 +190,9 @@ class HistoryBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     """How the model read the behaviours: tokens used, tokens cut, items that the catalogue lacks, their source.
 
-    `sorted_events` of them stood later than newer ones, and were sorted (`service.unsorted_history`). `features_source`
-    and `features_fault` are there if the user's features came from `features.source`.
+    `sorted_events` of them stood later than newer ones, and were sorted
+    (`service.unsorted_history`). `features_source` and `features_fault` are there if the user's
+    features came from `features.source`.
     """
 
     fingerprint: str
@@ -176,8 +202,10 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
     source: str  # request | store | last_known | nothing; the last two: the history store failed
     fault: str  # of the history store: store_unavailable | store_slow | ...; "" = none
     sorted_events: int
-    features_source: str | msgspec.UnsetType = msgspec.UNSET  # source | remembered | last_known | nothing
-    features_fault: str | msgspec.UnsetType = msgspec.UNSET  # of the source, as `fault` of the store; "" = none
+    # source | remembered | last_known | nothing
+    features_source: str | msgspec.UnsetType = msgspec.UNSET
+    # of the source, as `fault` of the store; "" = none
+    features_fault: str | msgspec.UnsetType = msgspec.UNSET
 
 
 # ---- reading
@@ -197,21 +225,30 @@ def parse_items(values: list[str | int] | bytes, field: str, limit: int) -> I64:
         limit: elements at most.
 
     Raises:
-        TooLarge: more than `limit` elements. Unprocessable: raw bytes that are no ids, or a name that is no item's.
+        TooLarge: more than `limit` elements. Unprocessable: raw bytes that are no ids, or a name
+            that is no item's.
     """
     ids: I64 = _column(values, field, "<i8", limit, item_ids)
     return ids
 
 
 def check_item_fields(fields: list[str]) -> None:
-    """Check what an answer is to say of its items. Raises Unprocessable where that is none of `ITEM_FIELDS`."""
+    """Check what an answer is to say of its items.
+
+    Raises Unprocessable where that is none of `ITEM_FIELDS`.
+    """
     for field in fields:
         if field not in ITEM_FIELDS:
-            raise Unprocessable(f"fields: {quoted(field)} is none; there is {', '.join(ITEM_FIELDS)}")
+            raise Unprocessable(
+                f"fields: {quoted(field)} is none; there is {', '.join(ITEM_FIELDS)}"
+            )
 
 
 def shown_at(timestamp: int | None) -> int | None:
-    """Check the instant that items are shown at. Raises Unprocessable where it is not in seconds."""
+    """Check the instant that items are shown at.
+
+    Raises Unprocessable where it is not in seconds.
+    """
     if timestamp is not None and timestamp > LAST_S:
         raise Unprocessable(f"timestamp: {timestamp} {_unit(timestamp)}")
     return timestamp
@@ -234,27 +271,36 @@ def parse_events(
         limit: events at most.
         names: of actions, and what becomes of rows that run backwards.
         version: of the ranker whose actions these are; None = the current one.
-        continues: they continue a base. Where rows that run backwards are sorted, whoever has the base sorts them.
+        continues: they continue a base. Where rows that run backwards are sorted, whoever has the
+            base sorts them.
 
     Raises:
-        TooLarge, Unprocessable: as `parse_items` does; Unprocessable also where an action is none of the model's, a
-            timestamp is not in seconds, rows run backwards, or the columns differ in length.
+        TooLarge, Unprocessable: as `parse_items` does; Unprocessable also where an action is none
+            of the model's, a timestamp is not in seconds, rows run backwards, or the columns differ
+            in length.
         NotFound: the version is not served.
     """
     ids = parse_items(history.items, f"{field}.items", limit)
     known = names.actions(version)
     read = _indices if known is None else known.indices
     actions: I16 = _column(history.actions, f"{field}.actions", "<i2", limit, read)
-    times: I64 = _column(history.timestamps, f"{field}.timestamps", "<i8", limit, partial(np.array, dtype=np.int64))
+    times: I64 = _column(
+        history.timestamps, f"{field}.timestamps", "<i8", limit, partial(np.array, dtype=np.int64)
+    )
     if not len(ids) == len(actions) == len(times):
         raise Unprocessable(
-            f"{field}: items, actions and timestamps have {len(ids)}, {len(actions)} and {len(times)} entries"
+            f"{field}: items, actions and timestamps have {len(ids)}, {len(actions)} and "
+            f"{len(times)} entries"
         )
     if len(times) and (last := largest(times)) > LAST_S:
-        raise Unprocessable(f"{field}.timestamps: {last} at index {int(times.argmax())} {_unit(last)}")
+        raise Unprocessable(
+            f"{field}.timestamps: {last} at index {int(times.argmax())} {_unit(last)}"
+        )
     given = history.features or {}
     of_event = names.features(version).event.features if given else {}
-    events = Events(ids, actions, times, features=parse_columns(given, of_event, len(ids), f"{field}.features"))
+    events = Events(
+        ids, actions, times, features=parse_columns(given, of_event, len(ids), f"{field}.features")
+    )
     policy = names.unsorted_history
     return events if continues and policy == "sort" else oldest_first(events, policy, field)
 
@@ -271,23 +317,38 @@ def parse_history(
     version: str | None = None,
     of_user: Row | None = None,
 ) -> HistoryRef:
-    """Read where a request's behaviours come from, and the user's features. Raises as `parse_events` does."""
-    user = None if of_user is None else parse_row(of_user, names.features(version).user.features, "features.user")
+    """Read where a request's behaviours come from, and the user's features.
+
+    Raises as `parse_events` does.
+    """
+    user = (
+        None
+        if of_user is None
+        else parse_row(of_user, names.features(version).user.features, "features.user")
+    )
     if body.history is None:
         return HistoryRef(base=body.base, user_features=user)
     continues = body.base is not None
-    events = parse_events(body.history, "history", config.max_history_events, names, version, continues=continues)
+    events = parse_events(
+        body.history, "history", config.max_history_events, names, version, continues=continues
+    )
     return HistoryRef(events=events, base=body.base, user_features=user)
 
 
 def _column(
-    values: list[Any] | bytes, field: str, dtype: str, limit: int, read: Callable[[list[Any]], npt.NDArray[Any]]
+    values: list[Any] | bytes,
+    field: str,
+    dtype: str,
+    limit: int,
+    read: Callable[[list[Any]], npt.NDArray[Any]],
 ) -> npt.NDArray[Any]:
     """Make an array of a list by `read`, or of raw bytes, which are read in place, without a copy."""
     dt = np.dtype(dtype)
     if isinstance(values, bytes):
         if len(values) % dt.itemsize:
-            raise Unprocessable(f"{field}: {len(values)} bytes are not whole little-endian {dt.name} values")
+            raise Unprocessable(
+                f"{field}: {len(values)} bytes are not whole little-endian {dt.name} values"
+            )
         count = len(values) // dt.itemsize
     else:
         count = len(values)
@@ -307,10 +368,15 @@ def _column(
 def _indices(actions: Sequence[str | float]) -> I16:
     """Take actions for indices where no model names them."""
     for place, action in enumerate(actions):
-        is_digits = isinstance(action, str) and action.isascii() and action.isdecimal() and len(action) <= 5
+        is_digits = (
+            isinstance(action, str) and action.isascii() and action.isdecimal() and len(action) <= 5
+        )
         number = float(action) if is_digits or not isinstance(action, str) else -1.0
         if not (0 <= number < 2**15 and number.is_integer()):
-            raise ValueError(f"{quoted(action)} at index {place}: no model names actions here; send 0 to {2**15 - 1}")
+            raise ValueError(
+                f"{quoted(action)} at index {place}: no model names actions here; "
+                f"send 0 to {2**15 - 1}"
+            )
     return np.array(actions, np.float64).astype(np.int16)
 
 
@@ -365,7 +431,8 @@ Row = Annotated[dict[FeatureName, Cell], msgspec.Meta(max_length=MOST_FEATURES)]
 ColumnMap = Annotated[
     dict[FeatureName, list[Cell] | bytes],
     msgspec.Meta(
-        description="Features, each a list with a value a row, or raw little-endian float32 of a number and uint64 "
+        description="Features, each a list with a value a row, or raw little-endian float32 of a "
+        "number and uint64 "
         "hashes of names (base64 in JSON). At most server.max_feature_values together.",
         max_length=MOST_FEATURES,
         extra={"limit": "max_feature_values", "element_bytes": 4, "most_entries": MOST_FEATURES},
@@ -392,7 +459,10 @@ class RankFeatures(RequestFeatures, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def parse_row(row: Mapping[str, Cell], features: Mapping[str, Feature], field: str) -> OneRow:
-    """Check the features of one user or request. Raises Unprocessable, with the feature and the limit."""
+    """Check the features of one user or request.
+
+    Raises Unprocessable, with the feature and the limit.
+    """
     try:
         for name, value in row.items():
             as_column(known(features, name), [value], 1)
@@ -406,16 +476,24 @@ def parse_row(row: Mapping[str, Cell], features: Mapping[str, Feature], field: s
 
 
 def parse_columns(
-    columns: Mapping[str, list[Cell] | bytes], features: Mapping[str, Feature], num_rows: int, field: str
+    columns: Mapping[str, list[Cell] | bytes],
+    features: Mapping[str, Feature],
+    num_rows: int,
+    field: str,
 ) -> Columns:
-    """Read the features of n candidates or events. Raises Unprocessable, with the feature, the row and the limit."""
+    """Read the features of n candidates or events.
+
+    Raises Unprocessable, with the feature, the row and the limit.
+    """
     if not columns:
         return Columns()
     try:
         if (numbers := _raw_numbers(columns, features, num_rows)) is not None:
             return Columns(numbers)
         return as_columns(
-            features, {name: _values(known(features, name), values) for name, values in columns.items()}, num_rows
+            features,
+            {name: _values(known(features, name), values) for name, values in columns.items()},
+            num_rows,
         )
     except ValueError as error:
         raise Unprocessable(f"{field}.{error}") from None
@@ -438,8 +516,12 @@ def _raw_numbers(
 def _values(feature: Feature, values: list[Any] | bytes) -> ColumnValues:
     if not isinstance(values, bytes):
         return values
-    dtype, width = (np.dtype("<f4"), 1) if feature.kind == "number" else (np.dtype("<u8"), feature.max_values)
+    dtype, width = (
+        (np.dtype("<f4"), 1) if feature.kind == "number" else (np.dtype("<u8"), feature.max_values)
+    )
     if len(values) % (dtype.itemsize * width):
-        raise ValueError(f"{feature.name}: {len(values)} bytes are no whole rows of {width} {dtype.name}")
+        raise ValueError(
+            f"{feature.name}: {len(values)} bytes are no whole rows of {width} {dtype.name}"
+        )
     read = np.frombuffer(values, dtype)
     return read if feature.kind == "number" else read.reshape(-1, width)

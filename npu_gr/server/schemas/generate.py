@@ -41,7 +41,9 @@ class GenerateBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
     # attribute of the catalogue -> values, of which an item has one
-    attributes: Annotated[dict[Name, Values], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(default_factory=dict)
+    attributes: Annotated[dict[Name, Values], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(
+        default_factory=dict
+    )
     catalogue_version: Name | None = None
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
 
@@ -84,8 +86,13 @@ def parse(body: GenerateBody, config: ServerConfig, names: Names) -> GenerateReq
     )
 
 
-def render(answer: GenerateAnswer, request_id: str, media: str, shown: ResponseFields) -> GenerateOut:
-    """Write the answer of a generate; in msgpack items are raw int64, sids int32, scores float32, little-endian."""
+def render(
+    answer: GenerateAnswer, request_id: str, media: str, shown: ResponseFields
+) -> GenerateOut:
+    """Write the answer of a generate.
+
+    In msgpack items are raw int64, sids int32, scores float32, little-endian.
+    """
     is_raw = media == MSGPACK
     return GenerateOut(
         request_id=request_id,

@@ -1,7 +1,7 @@
 """The codec of ingests: POST /v1/events/bulk, events of many users of one tenant.
 
-A body that has not this form is rejected whole. A user whose events cannot be used fails alone: the answer has the
-reason in the user's place.
+A body that has not this form is rejected whole. A user whose events cannot be used fails alone: the
+answer has the reason in the user's place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from npu_gr.core.names import Names
 from npu_gr.core.request import IngestAnswer, IngestRequest
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.events import Key
-from npu_gr.server.schemas.fields import Codec, History, ResponseFields, Tenant, UserId, stored_events
+from npu_gr.server.schemas.fields import (
+    Codec,
+    History,
+    ResponseFields,
+    Tenant,
+    UserId,
+    stored_events,
+)
 
 MOST_USERS = 1000  # of a call
 INGEST_BYTES = 262_144  # of a call: decoding it stops the event loop for some 10 ms
@@ -53,7 +60,9 @@ class UserFailure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UserWritten(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a user: how many events the store keeps now, and how many of them are new; or the error.
+    """What became of a user: how many events the store keeps now, and how many of them are new.
+
+    Or the error.
 
     `num_filled` of the events that a merge found in the store gained features.
     """
@@ -91,7 +100,9 @@ def render(answer: IngestAnswer, request_id: str, _media: str, _shown: ResponseF
 
     def out(one: Written | NpuGrError) -> UserWritten:
         if isinstance(one, Written):
-            return UserWritten(num_events=one.num_events, num_added=one.num_added, num_filled=one.num_filled)
+            return UserWritten(
+                num_events=one.num_events, num_added=one.num_added, num_filled=one.num_filled
+            )
         return UserWritten(error=UserFailure(status=one.status, title=one.title, detail=str(one)))
 
     return IngestOut(
@@ -102,4 +113,6 @@ def render(answer: IngestAnswer, request_id: str, _media: str, _shown: ResponseF
     )
 
 
-CODEC = Codec(body=IngestBody, answer=IngestOut, parse=parse, render=render, loose_bytes=INGEST_BYTES)
+CODEC = Codec(
+    body=IngestBody, answer=IngestOut, parse=parse, render=render, loose_bytes=INGEST_BYTES
+)

@@ -31,9 +31,11 @@ from npu_gr.server.schemas.media import MSGPACK
 class MatchBody(UserBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The best items for a user by vectors trained across domains."""
 
-    history: History | None = None  # in the target domain; absent: from the history store, if there is one
+    # in the target domain; absent: from the history store, if there is one
+    history: History | None = None
     num_items: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 50
-    exclude_seen: bool = True  # without the history, and what the user had when the vectors were trained
+    # without the history, and what the user had when the vectors were trained
+    exclude_seen: bool = True
     allow_items: Candidates | None = None  # absent: all
     deny_items: Candidates | None = None
     vectors_version: Name | None = None
@@ -56,7 +58,11 @@ class MatchOut(msgspec.Struct, frozen=True, kw_only=True):
 def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
     """Make a request of a body. Raises TooLarge or Unprocessable, as `parse_events` does."""
     check_item_fields(body.fields)
-    history = None if body.history is None else parse_events(body.history, "history", config.max_history_events, names)
+    history = (
+        None
+        if body.history is None
+        else parse_events(body.history, "history", config.max_history_events, names)
+    )
     return MatchRequest(
         user=body.user,
         history=HistoryRef(events=history),
@@ -69,7 +75,10 @@ def parse(body: MatchBody, config: ServerConfig, names: Names) -> MatchRequest:
 
 
 def render(answer: MatchAnswer, request_id: str, media: str, shown: ResponseFields) -> MatchOut:
-    """Write the answer of a match; in msgpack items are raw int64, scores float32, little-endian."""
+    """Write the answer of a match.
+
+    In msgpack items are raw int64, scores float32, little-endian.
+    """
     is_raw = media == MSGPACK
     return MatchOut(
         request_id=request_id,

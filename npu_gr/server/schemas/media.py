@@ -34,15 +34,19 @@ def decode(body: bytes, content_type: str, cls: type[S]) -> S:
         cls: the Struct to read.
 
     Raises:
-        UnsupportedMedia: neither JSON nor msgpack. BadRequest: it cannot be parsed. Unprocessable: a field is
-            unknown, missing, of the wrong type or out of range; the message has its path.
+        UnsupportedMedia: neither JSON nor msgpack. BadRequest: it cannot be parsed. Unprocessable:
+            a field is unknown, missing, of the wrong type or out of range; the message has its
+            path.
     """
     decoded: S = _decode(body, content_type, cls, cls)
     return decoded
 
 
 def skim(body: bytes, content_type: str, cls: Any) -> msgspec.Struct:
-    """Find the fields of a body without reading their values: the Struct of `skimmer(cls)`. Raises as `decode` does."""
+    """Find the fields of a body without reading their values: the Struct of `skimmer(cls)`.
+
+    Raises as `decode` does.
+    """
     skimmed: msgspec.Struct = _decode(body, content_type, skimmer(cls).struct, cls)
     return skimmed
 
@@ -54,7 +58,9 @@ def check_type(content_type: str) -> None:
         UnsupportedMedia: it is neither JSON nor msgpack.
     """
     if content_type not in _DECODERS:
-        raise UnsupportedMedia(f"Content-Type: {quoted(content_type)} is neither {JSON} nor {MSGPACK}")
+        raise UnsupportedMedia(
+            f"Content-Type: {quoted(content_type)} is neither {JSON} nor {MSGPACK}"
+        )
 
 
 def convert(table: dict[str, Any], cls: type[S]) -> S:
@@ -92,7 +98,11 @@ def _decoder(media: str, cls: Any) -> Any:
 
 def _reason(error: Exception) -> str:
     """Say why bytes are no text, without the bytes, which are a part of that error."""
-    return f"{error.reason} at byte {error.start}" if isinstance(error, UnicodeDecodeError) else cut(str(error), 100)
+    return (
+        (f"{error.reason} at byte {error.start}")
+        if isinstance(error, UnicodeDecodeError)
+        else cut(str(error), 100)
+    )
 
 
 def _explain(message: str, cls: Any) -> str:
@@ -110,17 +120,30 @@ def _explain(message: str, cls: Any) -> str:
 
 @cache
 def _fields_at(cls: Any, path: str) -> list[str]:
-    """Name the fields of the Struct at a path, `users[].events`. There are as many paths as fields."""
+    """Name the fields of the Struct at a path, `users[].events`.
+
+    There are as many paths as fields.
+    """
     kinds = [inspect.type_info(cls)]
     for step in re.findall(r"\[\]|[^.\[]+", path):
         kinds = [inner for kind in kinds for inner in _within(kind, step)]
-    return [field.encode_name for kind in kinds if isinstance(kind, inspect.StructType) for field in kind.fields]
+    return [
+        field.encode_name
+        for kind in kinds
+        if isinstance(kind, inspect.StructType)
+        for field in kind.fields
+    ]
 
 
 def _within(kind: inspect.Type, step: str) -> list[inspect.Type]:
     """Return what a value of a type holds at one step of a path."""
     if isinstance(kind, inspect.StructType):
-        return [one for field in kind.fields if field.encode_name == step for one in parts(field.type)[1]]
+        return [
+            one
+            for field in kind.fields
+            if field.encode_name == step
+            for one in parts(field.type)[1]
+        ]
     if isinstance(kind, inspect.ListType):
         return parts(kind.item_type)[1]
     return parts(kind.value_type)[1] if isinstance(kind, inspect.DictType) else []

@@ -38,7 +38,8 @@ class RankBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     candidates: Candidates
     timestamp: Int | None = None  # unix seconds the candidates are shown at; absent = now
     top_k: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
-    unknown_items: Literal["ignore", "refuse"] | None = None  # reject: 422 instead of null for a candidate
+    # reject: 422 instead of null for a candidate
+    unknown_items: Literal["ignore", "refuse"] | None = None
     features: RankFeatures | msgspec.UnsetType = msgspec.UNSET
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles` of `top`
 
@@ -61,7 +62,10 @@ class RankOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
-    """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    """Make a request of a body.
+
+    Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
+    """
     check_item_fields(body.fields)
     candidates = parse_items(body.candidates, "candidates", config.max_candidates)
     if not len(candidates):
@@ -73,7 +77,9 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
         candidates=candidates,
         history=parse_history(body, config, names, body.model_version, given.user),
         request_features=parse_row(given.request, known.request.features, "features.request"),
-        cross_features=parse_columns(given.cross, known.cross.features, len(candidates), "features.cross"),
+        cross_features=parse_columns(
+            given.cross, known.cross.features, len(candidates), "features.cross"
+        ),
         timestamp=shown_at(body.timestamp),
         top_k=body.top_k,
         unknown_items=body.unknown_items,
@@ -82,7 +88,10 @@ def parse(body: RankBody, config: ServerConfig, names: Names) -> RankRequest:
 
 
 def render(answer: RankAnswer, request_id: str, media: str, shown: ResponseFields) -> RankOut:
-    """Write the answer of a rank; in msgpack the scores are raw little-endian float32, NaN where unknown."""
+    """Write the answer of a rank.
+
+    In msgpack the scores are raw little-endian float32, NaN where unknown.
+    """
     is_raw = media == MSGPACK
     return RankOut(
         request_id=request_id,

@@ -38,9 +38,11 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     """What to show a user: signal, retrieval, pre-processing and rank in one."""
 
     num_items: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 10
-    num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None  # ranked at most, up to the config's
+    # ranked at most, up to the config's
+    num_candidates: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     exclude_seen: bool | None = None  # leave out the items of the history; absent: as configured
-    # last: items that the ranker does not know come after all others, without a score; drop: not; absent: as configured
+    # last: items that the ranker does not know come after all others, without a score; drop: not;
+    # absent: as configured
     unknown_items: Literal["last", "drop"] | None = None
     deny_items: Candidates | None = None
     timestamp: Int | None = None  # unix seconds the items are shown at; absent = now
@@ -50,7 +52,9 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     )  # for the service's hook
     features: RequestFeatures | msgspec.UnsetType = msgspec.UNSET
     # only these of the configured ones; absent: all
-    sources: Annotated[list[SourceName], msgspec.Meta(max_length=len(get_args(SourceName)))] | None = None
+    sources: (
+        Annotated[list[SourceName], msgspec.Meta(max_length=len(get_args(SourceName)))] | None
+    ) = None
     order: OrderName | None = None  # retrieval: nothing is ranked; absent: as configured
 
 
@@ -65,12 +69,16 @@ class StageOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Items, best first, as flat columns, and how they came to be. Scores: the ranker's; null = not ranked."""
+    """Items, best first, as flat columns, and how they came to be.
+
+    Scores: the ranker's; null = not ranked.
+    """
 
     request_id: str
     model_version: str
     verdict: str | None  # null: no signal, because the shared encoder got the prefix itself
-    outcome: str | None  # of the prefix; null: nothing was ranked, the items are in the order of the retrieval
+    # of the prefix; null: nothing was ranked, the items are in the order of the retrieval
+    outcome: str | None
     reason: str
     order: str  # that the items are in: fitted, rank, fused or retrieval
     items: list[str | int] | bytes
@@ -78,7 +86,8 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
     scores: list[float | None] | bytes
     origins: list[str]  # the source of each item
     num_candidates: int  # that were ranked
-    num_unknown: int  # that were found too, and that the ranker does not know: the last ones, or dropped
+    # that were found too, and that the ranker does not know: the last ones, or dropped
+    num_unknown: int
     degraded: list[str]  # stages that did not do their part
     stages: list[StageOut]
     prefix_tokens: int
@@ -88,7 +97,10 @@ class RecommendOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendRequest:
-    """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    """Make a request of a body.
+
+    Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
+    """
     check_item_fields(body.fields)
     given = body.features or RequestFeatures()
     known = names.features(body.model_version)
@@ -110,8 +122,13 @@ def parse(body: RecommendBody, config: ServerConfig, names: Names) -> RecommendR
     )
 
 
-def render(answer: RecommendAnswer, request_id: str, media: str, shown: ResponseFields) -> RecommendOut:
-    """Write the answer of a recommend; in msgpack items are raw int64 and scores float32 (NaN = not ranked)."""
+def render(
+    answer: RecommendAnswer, request_id: str, media: str, shown: ResponseFields
+) -> RecommendOut:
+    """Write the answer of a recommend.
+
+    In msgpack items are raw int64 and scores float32 (NaN = not ranked).
+    """
     is_raw = media == MSGPACK
     return RecommendOut(
         request_id=request_id,

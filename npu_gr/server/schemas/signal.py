@@ -39,7 +39,10 @@ class SignalOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(body: SignalBody, config: ServerConfig, names: Names) -> SignalRequest:
-    """Make a request of a body. Raises TooLarge, Unprocessable or NotFound, as `parse_events` does."""
+    """Make a request of a body.
+
+    Raises TooLarge, Unprocessable or NotFound, as `parse_events` does.
+    """
     given = body.features or SignalFeatures()
     return SignalRequest(
         user=body.user,

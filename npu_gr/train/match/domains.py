@@ -1,9 +1,11 @@
 """Read two domains that share users, and split the target's edges into training, validation and test.
 
-Find near-duplicates: target items that have (nearly) the same users as a source item, most likely one product listed twice.
+Find near-duplicates: target items that have (nearly) the same users as a source item, most likely
+one product listed twice.
 
-Who owns a source item has no use for its near-duplicate, and a test that asks for one measures the data's leak. So near-duplicates of what
-a user owns are hidden when matches are served, and figures are printed with and without them.
+Who owns a source item has no use for its near-duplicate, and a test that asks for one measures the
+data's leak. So near-duplicates of what a user owns are hidden when matches are served, and figures
+are printed with and without them.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Domains:
     target_ids: I64
     test: HeldOut  # edges of the target that are not in its graph
     near_duplicates: NearDuplicates
-    owned_near_duplicates: Graph  # target items that are near-duplicates of what each user has in the source
+    # target items that are near-duplicates of what each user has in the source
+    owned_near_duplicates: Graph
 
     @property
     def ids_are_apart(self) -> bool:
@@ -45,12 +48,18 @@ class Domains:
         return not np.isin(self.source_ids, self.target_ids).any()
 
     def evaluate(self) -> Evaluator:
-        """Evaluator by the test's edges, those of near-duplicates left out; what a user has, and near-duplicates of it, do not compete."""
+        """Evaluator by the test's edges, those of near-duplicates left out.
+
+        What a user has, and near-duplicates of it, do not compete.
+        """
         evaluate = Evaluator.make(self.test, self.target, self.owned_near_duplicates)
         return evaluate.only(~are_near_duplicates(self.test, self.owned_near_duplicates))
 
     def judge_with_near_duplicates(self) -> Evaluator:
-        """Evaluator by all of the test's edges; near-duplicates of what a user has compete like any other item."""
+        """Evaluator by all of the test's edges.
+
+        Near-duplicates of what a user has compete like any other item.
+        """
         return Evaluator.make(self.test, self.target)
 
     def about_near_duplicates(self) -> str | None:
@@ -59,9 +68,11 @@ class Domains:
             return None
         tested = int(are_near_duplicates(self.test, self.owned_near_duplicates).sum())
         return (
-            f"WARNING: {len(self.near_duplicates.source_items)} pairs of a source and a target item have nearly the same users, "
+            f"WARNING: {len(self.near_duplicates.source_items)} pairs of a source and a target "
+            "item have nearly the same users, "
             f"as if one product were listed twice; {tested} of {len(self.test.users)} tested edges "
-            f"({tested / max(1, len(self.test.users)):.1%}) ask for such a near-duplicate of what the user has. Figures are "
+            f"({tested / max(1, len(self.test.users)):.1%}) ask for such a near-duplicate of what "
+            "the user has. Figures are "
             "printed with them and without."
         )
 
@@ -73,10 +84,14 @@ class MatchData:
     source: Graph
     target: Graph
     validation: HeldOut  # edges of the target that are not in its graph
-    owned_near_duplicates: Graph  # target items that are near-duplicates of what each user has in the source
+    # target items that are near-duplicates of what each user has in the source
+    owned_near_duplicates: Graph
 
     def evaluate(self) -> Evaluator:
-        """Evaluator by the validation's edges but near-duplicates'; what a user has, and near-duplicates of it, do not compete."""
+        """Evaluator by the validation's edges but near-duplicates'.
+
+        What a user has, and near-duplicates of it, do not compete.
+        """
         evaluate = Evaluator.make(self.validation, self.target, self.owned_near_duplicates)
         return evaluate.only(~are_near_duplicates(self.validation, self.owned_near_duplicates))
 
@@ -107,39 +122,53 @@ def read_domains(
     Args:
         source: `.jsonl`, a RecBole atomic file, or a TSV of user and item.
         target: in one of the same formats.
-        test: in one of the same formats, one line a user; None: hold out one random edge of every user of the target
-            who has at least `MIN_EDGES_TO_TEST`.
+        test: in one of the same formats, one line a user; None: hold out one random edge of every
+            user of the target who has at least `MIN_EDGES_TO_TEST`.
         user_column: name of the user's column, in files with named columns.
         item_column: name of the item's column.
-        tenant: of all users, where there is no column of it. Users of two tenants are two users, whatever their names.
+        tenant: of all users, where there is no column of it. Users of two tenants are two users,
+            whatever their names.
         tenant_column: name of the tenant's column.
 
     Raises:
-        DataError: a line cannot be read (names the file and the line), a domain is empty, the domains share no user,
-            or a user has several lines in `test`.
+        DataError: a line cannot be read (names the file and the line), a domain is empty, the
+            domains share no user, or a user has several lines in `test`.
     """
     read = partial(
-        read_edges, user_column=user_column, item_column=item_column, tenant=tenant, tenant_column=tenant_column
+        read_edges,
+        user_column=user_column,
+        item_column=item_column,
+        tenant=tenant,
+        tenant_column=tenant_column,
     )
     files = [source, target, *([test] if test else [])]
     tables = [read(path) for path in files]
     for path, (users, _) in zip(files, tables, strict=True):
         if not users:
             raise DataError(f"{path}: no interaction")
-    codes = {user: row for row, user in enumerate(dict.fromkeys(user for users, _ in tables for user in users))}
+    codes = {
+        user: row
+        for row, user in enumerate(dict.fromkeys(user for users, _ in tables for user in users))
+    }
     rows = [np.array([codes[user] for user in users], np.int64) for users, _ in tables]
     if not np.isin(rows[0], rows[1]).any():
         raise DataError(f"{source} and {target} share no user")
     source_ids = np.unique(tables[0][1])
     target_ids = np.unique(np.concatenate([items for _, items in tables[1:]]))
-    graph = unique_edges(rows[1], np.searchsorted(target_ids, tables[1][1]), len(codes), len(target_ids))
+    graph = unique_edges(
+        rows[1], np.searchsorted(target_ids, tables[1][1]), len(codes), len(target_ids)
+    )
     if test:
         if len(np.unique(rows[2])) != len(rows[2]):
             raise DataError(f"{test}: more than one line of a user")
         held_out = HeldOut(rows[2], np.searchsorted(target_ids, tables[2][1]))
     else:
-        graph, held_out = hold_out(graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, graph.num_users)
-    source_graph = unique_edges(rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids))
+        graph, held_out = hold_out(
+            graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, graph.num_users
+        )
+    source_graph = unique_edges(
+        rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids)
+    )
     near_duplicates = find_near_duplicates(source_graph, graph)
     return Domains(
         source=source_graph,
@@ -163,7 +192,8 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
         seed: of both choices.
 
     Raises:
-        DataError: no user has two edges of the thinned target, or only near-duplicates are asked for.
+        DataError: no user has two edges of the thinned target, or only near-duplicates are asked
+            for.
     """
     random = np.random.default_rng(seed)
     target = domains.target
@@ -176,12 +206,15 @@ def split(domains: Domains, density: float, num_validation: int, seed: int) -> M
     for name, evaluate in (("validation", data.evaluate()), ("test", domains.evaluate())):
         if not len(evaluate.held_out.users):
             raise DataError(
-                f"every edge of the {name} asks for a near-duplicate of what its user has in the source: is it one log?"
+                f"every edge of the {name} asks for a near-duplicate of what its user has in the "
+                "source: is it one log?"
             )
     return data
 
 
-def hold_out(graph: Graph, random: np.random.Generator, min_edges: int, num_users: int) -> tuple[Graph, HeldOut]:
+def hold_out(
+    graph: Graph, random: np.random.Generator, min_edges: int, num_users: int
+) -> tuple[Graph, HeldOut]:
     """Hold out one random edge each of some random users.
 
     Args:
@@ -221,7 +254,8 @@ class NearDuplicates(NamedTuple):
 def find_near_duplicates(source: Graph, target: Graph) -> NearDuplicates:
     """Find the pairs.
 
-    A user who has the source item and lacks the target item is in one of the two sets of users, and says nothing:
+    A user who has the source item and lacks the target item is in one of the two sets of users, and
+    says nothing:
 
         users of both / (users of either - 1) >= MIN_JACCARD
 
@@ -246,7 +280,9 @@ def owned_near_duplicates(source: Graph, target: Graph, near_duplicates: NearDup
     counts = np.searchsorted(near_duplicates.source_items, source.items, "right") - starts
     places = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
     users = np.repeat(source.users, counts)
-    return unique_edges(users, near_duplicates.target_items[places], target.num_users, target.num_items)
+    return unique_edges(
+        users, near_duplicates.target_items[places], target.num_users, target.num_items
+    )
 
 
 def are_near_duplicates(held_out: HeldOut, owned: Graph) -> npt.NDArray[np.bool_]:
@@ -268,9 +304,13 @@ def _common_users(source: Graph, target: Graph) -> Iterator[tuple[I64, I64]]:
     counts = (starts[1:] - starts[:-1])[users]
     blocks = np.cumsum(counts) // BLOCK_PAIRS
     first_of_item = np.searchsorted(items, items)  # an item's edges are never parted
-    for block in np.split(np.arange(len(users)), np.flatnonzero(np.diff(blocks[first_of_item])) + 1):
+    for block in np.split(
+        np.arange(len(users)), np.flatnonzero(np.diff(blocks[first_of_item])) + 1
+    ):
         mine = counts[block]
-        places = np.arange(mine.sum()) + np.repeat(starts[users[block]] - (np.cumsum(mine) - mine), mine)
+        places = np.arange(mine.sum()) + np.repeat(
+            starts[users[block]] - (np.cumsum(mine) - mine), mine
+        )
         pairs = np.repeat(items[block], mine) * target.num_items + target.items[by_user[places]]
         found, common = np.unique(pairs, return_counts=True)
         yield found, common

@@ -2,10 +2,11 @@
 
     P(i | j) = (sum over lags 1 .. 5 of .6^(lag - 1) n(j, then i) + 10 pop(i)) / (the sum over all i + 10)
 
-The weights of the sum make the validation's next items most likely within their own lists: a conditional logit, which
-is concave, so its best weights are found in milliseconds. A ridge keeps them near retrieval alone; it matters where few
-users have their next item in their list. It counts a weight in deviations of its term: a weight of the click logit,
-which hardly differs between items after an epoch, may be 20 where another's is 1.
+The weights of the sum make the validation's next items most likely within their own lists: a
+conditional logit, which is concave, so its best weights are found in milliseconds. A ridge keeps
+them near retrieval alone; it matters where few users have their next item in their list. It counts
+a weight in deviations of its term: a weight of the click logit, which hardly differs between items
+after an epoch, may be 20 where another's is 1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from npu_gr.train.rank.item_similarity import USUAL, Entries, NeighbourKind
 from npu_gr.train.rank.losses import user_vectors
 
 RETRIEVAL_ALONE = dict.fromkeys(WEIGHTS, 0.0) | {"retrieval": 1.0}
-RIDGE = 1.0  # of the squared distances from retrieval alone, each weight times its term's deviation within lists
+# of the squared distances from retrieval alone, each weight times its term's deviation within lists
+RIDGE = 1.0
 
 
 class ItemList(NamedTuple):
@@ -46,7 +48,14 @@ class ItemList(NamedTuple):
 
     def scores(self, order: ScoreBlend) -> F32:
         """Sum up by the order's weights, [c]."""
-        return order.scores(self.retrieval, self.click, self.transitions, self.neighbours, self.popularity, self.seen)
+        return order.scores(
+            self.retrieval,
+            self.click,
+            self.transitions,
+            self.neighbours,
+            self.popularity,
+            self.seen,
+        )
 
     def over_all(self, scores: F32, num_items: int) -> F64:
         """Spread the list's scores, [c], over the catalogue: float64 [num_items]; -inf for what is not in the list."""
@@ -56,7 +65,9 @@ class ItemList(NamedTuple):
 
 
 def count_blend(log: InteractionLog, task: str, kind: NeighbourKind = USUAL) -> ScoreBlend:
-    """Count the transitions and the neighbours of the trained events; the order's weights are retrieval's alone.
+    """Count the transitions and the neighbours of the trained events.
+
+    The order's weights are retrieval's alone.
 
     Args:
         log: its trained events count.
@@ -82,7 +93,9 @@ def count_transitions(log: InteractionLog, task: str) -> ScoreBlend:
     counts: F64 = np.empty(0)
     for lag in range(1, LAST_EVENTS + 1):
         near = np.flatnonzero(trained[lag:] & (users[lag:] == users[:-lag]))
-        keys, number = np.unique(log.items[near] * num_items + log.items[near + lag], return_counts=True)
+        keys, number = np.unique(
+            log.items[near] * num_items + log.items[near + lag], return_counts=True
+        )
         together, place = np.unique(np.concatenate([pairs, keys]), return_inverse=True)
         weights = np.concatenate([counts, DECAY ** (lag - 1) * number])
         counts = np.bincount(place, weights, len(together)).astype(np.float64)
@@ -153,7 +166,11 @@ def retrieved_lists(
             counted.nearest(history, most_alike(history)),
             *(o.top(history, sizes.neighbours) for o in others),
         ]
-        found = [*_best(retrieval, seen, sizes.retrieved), followers, *map(torch.from_numpy, neighbours)]
+        found = [
+            *_best(retrieval, seen, sizes.retrieved),
+            followers,
+            *map(torch.from_numpy, neighbours),
+        ]
         items = torch.unique(torch.cat(found))
         yield ItemList(
             items.numpy(),
@@ -194,7 +211,9 @@ def fit_blend(
         free: names of the weights that are fitted; others stay.
     """
     own = log.items[np.array([event for _, event in targets], np.int64)]
-    rows = [(found, np.flatnonzero(found.items == item)) for found, item in zip(lists, own, strict=True)]
+    rows = [
+        (found, np.flatnonzero(found.items == item)) for found, item in zip(lists, own, strict=True)
+    ]
     rows = [(found, place) for found, place in rows if len(place)]
     if not rows:
         return replace(counted, weights=dict(start))

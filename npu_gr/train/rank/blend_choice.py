@@ -6,24 +6,28 @@ ItemKNN, unless what there is is shown to be better
 
 Choose the kind of the neighbours: the one whose fitted order is best on the validation.
 
-A later kind takes the place of the best one before it if it is better by more than a standard error, paired by
-user: by NDCG@10, which is what is shown; or by the likelihood, if NDCG@10 is no lower. The likelihood tells kinds apart
-where hits are rare, but it also counts items that nobody sees. So it is no ground for a kind whose requests read more
-neighbours of an item: on MovieLens linear ones were chosen by it, and a recommend took .2 ms more for no better list.
+A later kind takes the place of the best one before it if it is better by more than a standard
+error, paired by user: by NDCG@10, which is what is shown; or by the likelihood, if NDCG@10 is no
+lower. The likelihood tells kinds apart where hits are rare, but it also counts items that nobody
+sees. So it is no ground for a kind whose requests read more neighbours of an item: on MovieLens
+linear ones were chosen by it, and a recommend took .2 ms more for no better list.
 
-Does a source by itself order the validation better than the fitted order? Then it is named, and may be served.
+Does a source by itself order the validation better than the fitted order? Then it is named, and may
+be served.
 
-The weights are fitted by likelihood, which also counts items that nobody sees. So NDCG@10 of each source is compared
-with that of the fitted order, paired by user, on the users by whom the order was fitted. These favour the order, if
-anything: what is better there is better.
+The weights are fitted by likelihood, which also counts items that nobody sees. So NDCG@10 of each
+source is compared with that of the fitted order, paired by user, on the users by whom the order was
+fitted. These favour the order, if anything: what is better there is better.
 
-The simple order: ItemKNN as the baseline is, with its tuned settings, in the terms of a fitted order.
+The simple order: ItemKNN as the baseline is, with its tuned settings, in the terms of a fitted
+order.
 
     s(i) = sum over the distinct j of the history of w(j, i) + p pop(i) + e seen(i)
 
-w and p are the baseline's: of the items that a user lacks this is its score, less a constant. Six weights that are
-fitted on a hundred next items are worse than this order: the likelihood weighs popularity for the whole list, and what
-it is worth among the first ten is another matter. So the fitted order has to be shown to be better than this one.
+w and p are the baseline's: of the items that a user lacks this is its score, less a constant. Six
+weights that are fitted on a hundred next items are worse than this order: the likelihood weighs
+popularity for the whole list, and what it is worth among the first ten is another matter. So the
+fitted order has to be shown to be better than this one.
 
 e alone is fitted. A request that leaves out what was seen does not count it.
 """
@@ -46,7 +50,14 @@ from npu_gr.train.evaluate import BLOCK_USERS
 from npu_gr.train.linear import ItemKNN, log_popularity, root_mean_square
 from npu_gr.train.metrics import F64, Difference, difference_of_users, ndcg_of_each
 from npu_gr.train.next_item import K, rank_next_items
-from npu_gr.train.rank.blend import ItemList, ListSizes, count_blend, count_transitions, fit_blend, retrieved_lists
+from npu_gr.train.rank.blend import (
+    ItemList,
+    ListSizes,
+    count_blend,
+    count_transitions,
+    fit_blend,
+    retrieved_lists,
+)
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.item_similarity import USUAL, NeighbourKind, count_kinds, linear_neighbours
 from npu_gr.train.rank.losses import HeldOutEvents
@@ -62,7 +73,10 @@ class ChosenBlend(NamedTuple):
     simple: ItemKNNFallback | None = None  # None = there is no ItemKNN, or no validation
 
     def counted(self, log: InteractionLog) -> ScoreBlend:
-        """Count it in the trained events of a log; without a validation the weights are retrieval's alone."""
+        """Count it in the trained events of a log.
+
+        Without a validation the weights are retrieval's alone.
+        """
         if self.simple is not None and self.simple.is_served:
             return self.simple.counted(log, self.task)
         order = count_blend(log, self.task, self.kind)
@@ -79,12 +93,17 @@ class ChosenBlend(NamedTuple):
 
 
 def choose_blend(
-    model: HSTU, task: str, held_out: HeldOutEvents, sizes: ListSizes, item_knn: LinearBaseline | None
+    model: HSTU,
+    task: str,
+    held_out: HeldOutEvents,
+    sizes: ListSizes,
+    item_knn: LinearBaseline | None,
 ) -> ChosenBlend:
     """Fit the order on the validation, and compare it with each source alone, and with ItemKNN.
 
     Args:
-        model: that retrieves, in evaluation mode, its items frozen; trained on nothing of the validation.
+        model: that retrieves, in evaluation mode, its items frozen; trained on nothing of the
+            validation.
         task: that predicts the next item.
         held_out: the validation.
         sizes: of its lists.
@@ -96,14 +115,20 @@ def choose_blend(
     transitions = count_transitions(log, task)
     kinds = count_kinds(log)
     inputs = LogInputs(log, model)
-    lists = list(retrieved_lists(inputs, model, transitions, targets, sizes, others=[*kinds.values()]))
-    counted = {kind: replace(transitions, neighbours=neighbours) for kind, neighbours in kinds.items()}
+    lists = list(
+        retrieved_lists(inputs, model, transitions, targets, sizes, others=[*kinds.values()])
+    )
+    counted = {
+        kind: replace(transitions, neighbours=neighbours) for kind, neighbours in kinds.items()
+    }
     kind, order, own = choose_kind(counted, log, lists, targets)
     better = better_alone(order, log, own, targets)
     served = to_serve(order, better)
     simple = None
     if item_knn is not None:
-        figures = (ndcg_cross_fitted if served is order else ndcg_of_lists)(served, log, own, targets)
+        figures = (ndcg_cross_fitted if served is order else ndcg_of_lists)(
+            served, log, own, targets
+        )
         simple = beside_simple(item_knn, order, figures, log, own, targets)
     return ChosenBlend(task, kind, served.weights, better, simple)
 
@@ -120,12 +145,16 @@ class FittedKind(NamedTuple):
 
 
 def choose_kind(
-    counted: Mapping[NeighbourKind, ScoreBlend], log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+    counted: Mapping[NeighbourKind, ScoreBlend],
+    log: InteractionLog,
+    lists: Sequence[ItemList],
+    targets: Sequence[NextItem],
 ) -> FittedKind:
     """Fit the order with the neighbours of each kind, and choose the best.
 
     Args:
-        counted: kind -> transitions and neighbours, the usual kind first; they differ in their neighbours only.
+        counted: kind -> transitions and neighbours, the usual kind first; they differ in their
+            neighbours only.
         log: holds the events.
         lists: of the targets.
         targets: the validation's next items, at least one.
@@ -138,12 +167,16 @@ def choose_kind(
         ]
         fitted = fit_blend(order, log, own, targets)
         likelihood = list_likelihood(fitted, log, own, targets)
-        found.append((FittedKind(kind, fitted, own), ndcg_of_lists(fitted, log, own, targets), likelihood))
+        found.append(
+            (FittedKind(kind, fitted, own), ndcg_of_lists(fitted, log, own, targets), likelihood)
+        )
     best = found[0]
     for other in found[1:]:
         of_places, of_likelihood = other[1] - best[1], other[2] - best[2]
         is_slower = other[0].kind.num_neighbours > best[0].kind.num_neighbours
-        if is_above_0(of_places) or (not is_slower and of_places.mean() >= 0 and is_above_0(of_likelihood)):
+        if is_above_0(of_places) or (
+            not is_slower and of_places.mean() >= 0 and is_above_0(of_likelihood)
+        ):
             best = other
     return best[0]
 
@@ -153,8 +186,13 @@ def is_above_0(gaps: F64) -> bool:
     return len(gaps) > 0 and float(gaps.mean()) > float(gaps.std()) / len(gaps) ** 0.5
 
 
-def list_likelihood(order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> F64:
-    """Compute the log-probability of each next item within its list; those that their lists lack are left out."""
+def list_likelihood(
+    order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+) -> F64:
+    """Compute the log-probability of each next item within its list.
+
+    Those that their lists lack are left out.
+    """
     each = []
     for found, (_, event) in zip(lists, targets, strict=True):
         place = np.flatnonzero(found.items == log.items[event])
@@ -165,20 +203,31 @@ def list_likelihood(order: ScoreBlend, log: InteractionLog, lists: Sequence[Item
     return np.array(each)
 
 
-def ndcg_of_lists(order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> F64:
-    """Compute NDCG@10 of each next item by the order of its list, [targets]; what a list lacks stands behind it."""
+def ndcg_of_lists(
+    order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+) -> F64:
+    """Compute NDCG@10 of each next item by the order of its list, [targets].
+
+    What a list lacks stands behind it.
+    """
     rows = (found.over_all(found.scores(order), log.num_items) for found in lists)
     return ndcg_of_each(rank_next_items(log, targets, rows).evaluated, K)
 
 
-def ndcg_cross_fitted(order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]) -> F64:
+def ndcg_cross_fitted(
+    order: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+) -> F64:
     """Compute NDCG@10 of each next item, [targets], by weights that were fitted on other users: as of new ones."""
     fold_of = np.arange(len(targets)) % FOLDS
     orders = []
     for fold in range(FOLDS):
         others = np.flatnonzero(fold_of != fold).tolist()
-        orders.append(fit_blend(order, log, [lists[row] for row in others], [targets[row] for row in others]))
-    scores = (found.scores(orders[fold]) for found, fold in zip(lists, fold_of.tolist(), strict=True))
+        orders.append(
+            fit_blend(order, log, [lists[row] for row in others], [targets[row] for row in others])
+        )
+    scores = (
+        found.scores(orders[fold]) for found, fold in zip(lists, fold_of.tolist(), strict=True)
+    )
     rows = (found.over_all(own, log.num_items) for found, own in zip(lists, scores, strict=True))
     return ndcg_of_each(rank_next_items(log, targets, rows).evaluated, K)
 
@@ -189,7 +238,8 @@ SOURCES = ("retrieval", "transitions", "neighbours", "popularity")  # the terms 
 def alone(order: ScoreBlend, source: str) -> ScoreBlend:
     """Let one source decide: weight 1 for it, and 0 for all others but `seen`.
 
-    `seen` stays as fitted: it is 0 of every unseen item, so among these the order is the source's own.
+    `seen` stays as fitted: it is 0 of every unseen item, so among these the order is the source's
+    own.
     """
     weights = dict.fromkeys(WEIGHTS, 0.0) | {source: 1.0, "seen": order.weights["seen"]}
     return replace(order, weights=weights)
@@ -207,13 +257,16 @@ def better_alone(
         targets: the validation's next items.
 
     Returns:
-        Source -> its NDCG@10 less the fitted order's, of the sources whose mean is above it, the highest first.
+        Source -> its NDCG@10 less the fitted order's, of the sources whose mean is above it, the
+        highest first.
     """
     if not targets:
         return {}
 
     fitted = ndcg_of_lists(order, log, lists, targets)
-    others = {source: ndcg_of_lists(alone(order, source), log, lists, targets) for source in SOURCES}
+    others = {
+        source: ndcg_of_lists(alone(order, source), log, lists, targets) for source in SOURCES
+    }
     gaps = {source: difference_of_users(figures, fitted) for source, figures in others.items()}
     best_first = sorted(gaps, key=lambda source: -gaps[source].mean)
     return {source: gaps[source] for source in best_first if gaps[source].mean > 0}
@@ -234,8 +287,10 @@ def in_words(better: Mapping[str, Difference]) -> list[str]:
     """Warn of each source that is above the fitted order, and say which one is served in its place."""
     served = _surely(better)
     return [
-        f"WARNING: {source} alone, less the fitted order, on the validation: NDCG@{K} {gap.mean:+.4f} "
-        f"({gap.low:+.4f} .. {gap.high:+.4f})" + ("; its order is served" if source == served else "")
+        f"WARNING: {source} alone, less the fitted order, on the validation: NDCG@{K} "
+        f"{gap.mean:+.4f} "
+        f"({gap.low:+.4f} .. "
+        f"{gap.high:+.4f})" + ("; its order is served" if source == served else "")
         for source, gap in better.items()
     ]
 
@@ -263,10 +318,16 @@ class ItemKNNFallback(NamedTuple):
     def text(self) -> str:
         """Say whether it is served, and why."""
         gap = self.fitted_less_it
-        less = f"the fitted order less ItemKNN's: NDCG@{K} {gap.mean:+.4f} ({gap.low:+.4f} .. {gap.high:+.4f})"
+        less = (
+            f"the fitted order less ItemKNN's: NDCG@{K} {gap.mean:+.4f} ({gap.low:+.4f} .. "
+            f"{gap.high:+.4f})"
+        )
         if not self.is_served:
             return less
-        return f"{less}: not shown to be better, so ItemKNN's is served: {self.baseline.tuned.settings}"
+        return (
+            f"{less}: not shown to be better, so ItemKNN's is served: "
+            f"{self.baseline.tuned.settings}"
+        )
 
 
 def beside_simple(
@@ -282,7 +343,8 @@ def beside_simple(
     Args:
         baseline: ItemKNN with its settings, fitted to any log of these users and items.
         order: fitted.
-        figures: [targets] its NDCG@10 of each next item, by weights of which that item knows nothing.
+        figures: [targets] its NDCG@10 of each next item, by weights of which that item knows
+            nothing.
         log: with the users' histories; its trained events are counted.
         lists: of the targets.
         targets: the validation's next items, at least one.
@@ -307,7 +369,9 @@ def beside_simple(
     seen = fit_blend(order, log, scored, targets, start=by_score, free=("seen",)).weights["seen"]
     simple = ndcg_of_each(rank_next_items(log, targets, scores(seen)).evaluated, K)
     gaps = figures - simple
-    return ItemKNNFallback(baseline, seen, difference_of_users(figures, simple), is_served=not is_above_0(gaps))
+    return ItemKNNFallback(
+        baseline, seen, difference_of_users(figures, simple), is_served=not is_above_0(gaps)
+    )
 
 
 def as_blend(baseline: LinearBaseline, log: InteractionLog, task: str, seen: float) -> ScoreBlend:
@@ -320,7 +384,8 @@ def as_blend(baseline: LinearBaseline, log: InteractionLog, task: str, seen: flo
         seen: weight of what is in the history.
     """
     tuned, degrees = baseline.tuned, graph_of(log).degrees()[1]
-    popularity = np.log((degrees + 0.5) / (degrees + 0.5).sum())  # the baseline's, but for a constant
+    # the baseline's, but for a constant
+    popularity = np.log((degrees + 0.5) / (degrees + 0.5).sum())
     weight = tuned.weight / root_mean_square(log_popularity(degrees))
     model, factors = _item_knn(baseline), tuned.factors.numpy()
 

@@ -1,31 +1,36 @@
-"""Count the neighbours of each item by the cosine: what the same users have; and by the other kinds below.
+"""Count the neighbours of each item by the cosine: what the same users have.
+
+And by the other kinds below.
 
     similarity(j, i) = (sum over the users v who have both of n_v^-1/2) / (sqrt(n_j n_i) + 20)
 
-n are the users of an item, and the items of a user. It is a cosine, shrunk: what two users share by chance, of items
-that nobody else has, would else be as good as what hundreds share. Chosen on the validation of Amazon Beauty. There the
-NDCG@10 of the neighbours alone rises with the shrink (.045 of 0, .052 of 10, .054 of 20, .057 of 40), and what they add
-to the order's likelihood falls (.068 nats an event of 10, .061 of 20, .051 of 40). MovieLens tells none of these apart.
+n are the users of an item, and the items of a user. It is a cosine, shrunk: what two users share by
+chance, of items that nobody else has, would else be as good as what hundreds share. Chosen on the
+validation of Amazon Beauty. There the NDCG@10 of the neighbours alone rises with the shrink (.045
+of 0, .052 of 10, .054 of 20, .057 of 40), and what they add to the order's likelihood falls (.068
+nats an event of 10, .061 of 20, .051 of 40). MovieLens tells none of these apart.
 
 Source: ItemKNN (Deshpande and Karypis, TOIS 2004).
 
-The kinds of neighbours that the validation chooses among: by which similarity, and of how many events.
+The kinds of neighbours that the validation chooses among: by which similarity, and of how many
+events.
 
     cosine   shrunk, as it is counted above; of the last five events, or of 500
     EASE     what an item adds to another one by the linear autoencoder, where that is above 0; of 500 events
     summed   the cosines to all items of the history together, not their mean
     linear   the sum of EASE's weights themselves, those below 0 too: what EASE scores
 
-A sum counts the more against popularity the more of the user is known; of a mean, thirty items say no more than three.
-On logs with few events it is the best kind, and the validation of such a log cannot tell: so it is the first one. The
-logarithm of a sum of EASE's weights above 0 is no kind: on the validation of MovieLens it is worse than that of their
-mean (NDCG@10 .1302, .1365).
+A sum counts the more against popularity the more of the user is known; of a mean, thirty items say
+no more than three. On logs with few events it is the best kind, and the validation of such a log
+cannot tell: so it is the first one. The logarithm of a sum of EASE's weights above 0 is no kind: on
+the validation of MovieLens it is worse than that of their mean (NDCG@10 .1302, .1365).
 
-Where the order of events says much, five events say more than all. Where it says nothing all do, and EASE does best on
-a log whose items have many events: it takes off what a pair has in common through other items. There the weights below
-0 matter: on the tests of six draws of 600 users of MovieLens with their events shuffled the fitted order has .1777 of
-NDCG@10 with linear ones, .1647 with the mean, and EASE by itself .1799. On logs with few events the mean is better.
-500 events, because a request reads so many rows; with 100 EASE loses .004 to .006 of NDCG@10 on such logs.
+Where the order of events says much, five events say more than all. Where it says nothing all do,
+and EASE does best on a log whose items have many events: it takes off what a pair has in common
+through other items. There the weights below 0 matter: on the tests of six draws of 600 users of
+MovieLens with their events shuffled the fitted order has .1777 of NDCG@10 with linear ones, .1647
+with the mean, and EASE by itself .1799. On logs with few events the mean is better. 500 events,
+because a request reads so many rows; with 100 EASE loses .004 to .006 of NDCG@10 on such logs.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ from npu_gr.train.metrics import F64
 
 SHRINK = 20.0
 USER_EXPONENT = 0.5  # a user who has many items tells less of each
-USER_ITEMS = 500  # of a user that count at most, those that were had last: their pairs grow with the square
+# of a user that count at most, those that were had last: their pairs grow with the square
+USER_ITEMS = 500
 MAX_PAIRS = 1 << 30  # of all users, some minutes: of a larger log fewer items of a user count
 PAIRS_AT_ONCE = 1 << 22
 
@@ -69,12 +75,17 @@ def count_neighbours(log: InteractionLog) -> Neighbours:
 
 
 def _had(log: InteractionLog) -> tuple[I64, I64]:
-    """List users and their items, each pair once, by users; of a user with too many items those that were had last."""
+    """List users and their items, each pair once, by users.
+
+    Of a user with too many items those that were had last.
+    """
     newest_first = np.flatnonzero(log.trained)[::-1]
     pairs = log.users[newest_first] * log.num_items + log.items[newest_first]
-    once = newest_first[np.sort(np.unique(pairs, return_index=True)[1])][::-1]  # the last event of each pair
+    # the last event of each pair
+    once = newest_first[np.sort(np.unique(pairs, return_index=True)[1])][::-1]
     users = log.users[once]
-    left = np.searchsorted(users, users, "right") - np.arange(len(users))  # of the user, from this one on
+    # of the user, from this one on
+    left = np.searchsorted(users, users, "right") - np.arange(len(users))
     kept = once[left <= _items_of_a_user(np.bincount(users))]
     return log.users[kept], log.items[kept]
 
@@ -108,7 +119,9 @@ def _shared(users: I64, items: I64, of_item: I64) -> Iterator[Entries]:
     first = 0
     while first < num_items:
         begin = int(ends[first] - of_item[first])
-        stop = max(first + 1, int(np.searchsorted(pairs[ends], pairs[begin] + PAIRS_AT_ONCE, "right")))
+        stop = max(
+            first + 1, int(np.searchsorted(pairs[ends], pairs[begin] + PAIRS_AT_ONCE, "right"))
+        )
         who = users[by_item[begin : ends[stop - 1]]]
         counts = of_user[who]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -116,7 +129,9 @@ def _shared(users: I64, items: I64, of_item: I64) -> Iterator[Entries]:
         other = items[np.repeat(begins[who], counts) + within]
         is_other = own != other
         keys, place = np.unique((own * num_items + other)[is_other], return_inverse=True)
-        summed = np.bincount(place, np.repeat(weights[who], counts)[is_other], len(keys)).astype(np.float64)
+        summed = np.bincount(place, np.repeat(weights[who], counts)[is_other], len(keys)).astype(
+            np.float64
+        )
         yield Entries(*np.divmod(keys, num_items), summed)
         first = stop
 
@@ -132,7 +147,10 @@ class Entries(NamedTuple):
     values: F64  # [n]
 
     def best_of_rows(self, most: int) -> Entries:
-        """Keep the highest entries of each row, of equals the lower columns; sorted by rows, then by columns."""
+        """Keep the highest entries of each row, of equals the lower columns.
+
+        Sorted by rows, then by columns.
+        """
         best_first = np.lexsort((self.columns, -self.values, self.rows))
         ascending = self.rows[best_first]
         place = np.arange(len(ascending)) - np.searchsorted(ascending, ascending)
@@ -148,8 +166,8 @@ class Entries(NamedTuple):
             padding: value where there is no entry.
 
         Returns:
-            Columns int32 [num_rows, width], -1 = padding, which comes first; and their values float32 [num_rows,
-            width]. The width is that of the longest row.
+            Columns int32 [num_rows, width], -1 = padding, which comes first; and their values
+            float32 [num_rows, width]. The width is that of the longest row.
         """
         of_row = np.bincount(self.rows, minlength=num_rows)
         width = int(of_row.max(initial=0))
@@ -176,7 +194,8 @@ def linear_neighbours(weights: Callable[[int, int], F32], num_items: int) -> Nei
     """Keep the strongest weights of each row, whatever their sign.
 
     Args:
-        weights: (start, stop) -> what these items add to every one, 0 to themselves: float32 [stop - start, num_items].
+        weights: (start, stop) -> what these items add to every one, 0 to themselves: float32 [stop
+            - start, num_items].
         num_items: of the catalogue.
     """
     most = min(MANY_NEIGHBOURS, max(MAX_NEIGHBOURS, MAX_KEPT // num_items))
@@ -190,7 +209,9 @@ def linear_neighbours(weights: Callable[[int, int], F32], num_items: int) -> Nei
         kept = Entries(rows, columns, strength[rows, columns].astype(np.float64)).best_of_rows(most)
         values = found[kept.rows, kept.columns].astype(np.float64)
         best.append(Entries(kept.rows + start, kept.columns, values))
-    return Neighbours(*joined(best).table(num_items, 0.0), MANY_ITEMS, is_summed=True, is_linear=True)
+    return Neighbours(
+        *joined(best).table(num_items, 0.0), MANY_ITEMS, is_summed=True, is_linear=True
+    )
 
 
 class NeighbourKind(NamedTuple):
@@ -210,7 +231,10 @@ class NeighbourKind(NamedTuple):
 
     @property
     def num_neighbours(self) -> int:
-        """Of an item, which a request reads for each of its events; a large catalogue has fewer linear ones."""
+        """Of an item, which a request reads for each of its events.
+
+        A large catalogue has fewer linear ones.
+        """
         return MANY_NEIGHBOURS if self.is_linear else MAX_NEIGHBOURS
 
     def counted(self, log: InteractionLog) -> Neighbours:
@@ -245,7 +269,10 @@ KINDS = (
 
 
 def count_kinds(log: InteractionLog) -> dict[NeighbourKind, Neighbours]:
-    """Count the neighbours of every kind in the trained events, each similarity once; the usual kind comes first."""
+    """Count the neighbours of every kind in the trained events, each similarity once.
+
+    The usual kind comes first.
+    """
     counted: dict[NeighbourKind, Neighbours] = {}
     for ridge, kinds in groupby(_kinds_of(log), key=lambda kind: kind.ridge):
         counted |= _of_ridge(log, ridge, kinds)
@@ -269,7 +296,10 @@ def _kinds_of(log: InteractionLog) -> Sequence[NeighbourKind]:
 
 
 def _similarities(log: InteractionLog, ridge: float | None) -> Neighbours | EASE:
-    """Count the cosines in the trained events; with a ridge, EASE. Raises DataError: the log is too large for it."""
+    """Count the cosines in the trained events; with a ridge, EASE.
+
+    Raises DataError: the log is too large for it.
+    """
     return count_neighbours(log) if ridge is None else EASE(graph_of(log), log.num_items, ridge)
 
 

@@ -72,7 +72,9 @@ def test_a_file_that_is_no_library_is_rejected(tmp_path: Path) -> None:
         load("", tmp_path / "broken.so")
 
 
-def test_another_versions_table_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_versions_table_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if not supported():
         pytest.skip("no kernels")
     monkeypatch.setattr("npu_gr.backend.cpu.library.ABI", -1)

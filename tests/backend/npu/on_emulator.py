@@ -28,10 +28,14 @@ class HstuOnEmulator:
     def __init__(self, emulator: Emulator) -> None:
         self.emulator = emulator
 
-    def hstu_rows(self, mixed: Tensor, meta: Tensor, ids: Tensor, k_plane: Tensor, v_plane: Tensor, *rest: Any) -> None:
+    def hstu_rows(
+        self, mixed: Tensor, meta: Tensor, ids: Tensor, k_plane: Tensor, v_plane: Tensor, *rest: Any
+    ) -> None:
         *results, q_scale, silu_all = rest
         q, k, v, u = results
-        sizes = HstuSizes(len(q), q.shape[2], k.shape[2], q.shape[1], q.shape[3], v.shape[3], NAMES[q.dtype])
+        sizes = HstuSizes(
+            len(q), q.shape[2], k.shape[2], q.shape[1], q.shape[3], v.shape[3], NAMES[q.dtype]
+        )
         planes = array(k_plane), array(v_plane)
         written = array(q), array(k), array(v), array(u)
         hstu_rows(
@@ -47,7 +51,14 @@ class HstuOnEmulator:
         hstu_scores(self.emulator, sizes, array(scores), *map(array, arrays), alpha=alpha, on=ON)
 
     def hstu_finish(
-        self, attention: Tensor, u: Tensor, norm: Tensor, meta: Tensor, out: Tensor, scale: float, eps: float
+        self,
+        attention: Tensor,
+        u: Tensor,
+        norm: Tensor,
+        meta: Tensor,
+        out: Tensor,
+        scale: float,
+        eps: float,
     ) -> None:
         batch, heads, rows, dim = attention.shape
         sizes = HstuSizes(batch, rows, 256, heads, dim, dim, NAMES[u.dtype])

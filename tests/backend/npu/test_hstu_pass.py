@@ -31,7 +31,10 @@ PLAIN = TorchOps()
 RUNS = [PageRun(5, 4), PageRun(20, 6)]
 OTHER_RUNS = [PageRun(9, 8)]  # what a pass writes, no request of it reads
 LAYERS = 3
-VARIANTS: tuple[dict[str, Any], ...] = ({}, {"activation": "u", "residual": "concat", "norm": "group"})
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation": "u", "residual": "concat", "norm": "group"},
+)
 
 
 @pytest.fixture
@@ -71,7 +74,12 @@ class User:
         self.rows = torch.from_numpy(np.random.default_rng(1).integers(0, 300, 37))
 
     def segment(
-        self, cached: int, new: int, candidates: int, keeps: bool = False, runs: Sequence[PageRun] = RUNS
+        self,
+        cached: int,
+        new: int,
+        candidates: int,
+        keeps: bool = False,
+        runs: Sequence[PageRun] = RUNS,
     ) -> Segment:
         e = self.events
         part = slice(cached, cached + new)
@@ -110,8 +118,14 @@ def check_whole(backend: NPUBackend, dtype: torch.dtype, how: dict[str, Any]) ->
     user.prefill(model, backend, 70, 120)
     cached = user.segment(120, 0, 37)
     assert torch.equal(model(backend, [cached])[0], cold)
-    torch.testing.assert_close(plainly(model, cached), cold, rtol=0, atol=2e-5 if dtype == torch.float32 else 0.1)
-    batch = [cached, user.segment(70, 50, 20), user.segment(0, 120, 37, keeps=True, runs=OTHER_RUNS)]
+    torch.testing.assert_close(
+        plainly(model, cached), cold, rtol=0, atol=2e-5 if dtype == torch.float32 else 0.1
+    )
+    batch = [
+        cached,
+        user.segment(70, 50, 20),
+        user.segment(0, 120, 37, keeps=True, runs=OTHER_RUNS),
+    ]
     for alone, own in zip(batch, model(backend, batch), strict=True):
         assert torch.equal(own, cold[: len(alone.candidates)])
     again = user.segment(120, 0, 37, runs=OTHER_RUNS)
@@ -124,8 +138,12 @@ def test_by_definition(backend: NPUBackend, dtype: torch.dtype, how: dict[str, A
     check_whole(backend, dtype, how)
 
 
-@pytest.mark.parametrize(("dtype", "how"), [(torch.bfloat16, VARIANTS[1]), (torch.float32, VARIANTS[0])], ids=str)
-def test_by_the_kernels(backend: NPUBackend, emulator: Emulator, dtype: torch.dtype, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "how"), [(torch.bfloat16, VARIANTS[1]), (torch.float32, VARIANTS[0])], ids=str
+)
+def test_by_the_kernels(
+    backend: NPUBackend, emulator: Emulator, dtype: torch.dtype, how: dict[str, Any]
+) -> None:
     library = torch.library.Library("npu_gr", "IMPL")
     on_emulator = HstuOnEmulator(emulator)
     try:
@@ -140,10 +158,14 @@ def test_a_head_of_no_power_of_four_scales_the_scores(backend: NPUBackend) -> No
     model = tiny_model()
     user = User(model)
     segment = user.segment(0, 50, 9)
-    torch.testing.assert_close(model(backend, [segment])[0], plainly(model, segment), rtol=0, atol=2e-5)
+    torch.testing.assert_close(
+        model(backend, [segment])[0], plainly(model, segment), rtol=0, atol=2e-5
+    )
 
 
-def test_a_layer_is_few_launches_and_a_pass_one_graph(backend: NPUBackend, npu: FakeRuntime) -> None:
+def test_a_layer_is_few_launches_and_a_pass_one_graph(
+    backend: NPUBackend, npu: FakeRuntime
+) -> None:
     """Whatever the batch: the same launches, and from the second pass on one replay."""
     model = tiny_model(torch.bfloat16, qk_dim=16)
     user = User(model)
@@ -156,14 +178,20 @@ def test_a_layer_is_few_launches_and_a_pass_one_graph(backend: NPUBackend, npu: 
         return launched(func, args, kwargs)
 
     npu.launched = listen  # type: ignore[method-assign]
-    for batch in ([user.segment(120, 0, 37)], [user.segment(70, 50, 20)] * 3, [user.segment(60, 60, 0, keeps=True)]):
+    for batch in (
+        [user.segment(120, 0, 37)],
+        [user.segment(70, 50, 20)] * 3,
+        [user.segment(60, 60, 0, keeps=True)],
+    ):
         assert backend._passes is not None
         graphs, backend._passes.graphs = backend._passes.graphs, None
         names.clear()
         model(backend, batch)
         attention = [n for n in names if n in ("hstu_rows", "hstu_scores", "bmm")]
         full = LAYERS if batch[0].candidates.numel() else LAYERS - 1
-        assert attention == ["hstu_rows", "bmm", "hstu_scores", "bmm"] * full + ["hstu_rows"] * (LAYERS - full)
+        assert attention == ["hstu_rows", "bmm", "hstu_scores", "bmm"] * full + ["hstu_rows"] * (
+            LAYERS - full
+        )
         assert names.count("hstu_finish") == full
         backend._passes.graphs = graphs
         model(backend, batch)
@@ -197,7 +225,9 @@ def test_what_does_not_fit_is_counted_and_goes_segment_by_segment(
     if change == "span":
         times = segments[0].times.clone()
         times[-1] = int(user.events.timestamps[0]) + 2**31
-        host = HostTokens(np.concatenate([user.events.timestamps[:100], times.numpy()]), user.arena.paged(RUNS))
+        host = HostTokens(
+            np.concatenate([user.events.timestamps[:100], times.numpy()]), user.arena.paged(RUNS)
+        )
         segments = [replace(segments[0], times=times, host=host)]
     elif change == "pages":
         segments = [replace(segments[0], host=HostTokens(user.events.timestamps[:120], None))]
@@ -212,7 +242,9 @@ def test_what_does_not_fit_is_counted_and_goes_segment_by_segment(
         torch.testing.assert_close(own, plainly(model, segment), rtol=0, atol=0.1)
 
 
-def test_pages_of_another_dtype_do_not_fit(backend: NPUBackend, caplog: pytest.LogCaptureFixture) -> None:
+def test_pages_of_another_dtype_do_not_fit(
+    backend: NPUBackend, caplog: pytest.LogCaptureFixture
+) -> None:
     backend.on_fallback = lambda _op: None
     model = tiny_model(torch.bfloat16, qk_dim=16)
     segment = User(tiny_model(qk_dim=16)).segment(100, 20, 5)
@@ -257,16 +289,42 @@ class Planner:
         nothing = np.zeros((1, 1), kind)
         empty = np.zeros((slots.requests, 8), np.int32)
         plane = np.zeros((1, 64, slots.num_heads, slots.qk_dim), kind)
-        times = np.zeros((slots.requests, slots.rows), np.int32), np.zeros((slots.requests, slots.keys), np.int32)
+        times = (
+            np.zeros((slots.requests, slots.rows), np.int32),
+            np.zeros((slots.requests, slots.keys), np.int32),
+        )
         bounds = np.zeros((slots.requests, slots.rows // 32 + slots.keys // 256, 2), np.int32)
-        tables = np.zeros((slots.num_heads, 2, 64), np.float32), np.zeros((slots.num_heads, 8, 577), np.float32)
+        tables = (
+            np.zeros((slots.num_heads, 2, 64), np.float32),
+            np.zeros((slots.num_heads, 8, 577), np.float32),
+        )
         norm = np.zeros((2, group), np.float32)
         page_ids = np.zeros(ids, np.int32)
         runs: list[Callable[[], object]] = [
-            lambda: hstu_rows(self.emulator, sizes, nothing, empty, page_ids, (plane, plane), (nothing,) * 4, on=self.on),
-            lambda: hstu_scores(self.emulator, sizes, nothing, empty, bounds, *times, *tables, on=self.on),
+            lambda: hstu_rows(
+                self.emulator,
+                sizes,
+                nothing,
+                empty,
+                page_ids,
+                (plane, plane),
+                (nothing,) * 4,
+                on=self.on,
+            ),
+            lambda: hstu_scores(
+                self.emulator, sizes, nothing, empty, bounds, *times, *tables, on=self.on
+            ),
             lambda: hstu_finish(
-                self.emulator, sizes, nothing, nothing, norm, empty, nothing[None], scale=1, eps=1, on=self.on
+                self.emulator,
+                sizes,
+                nothing,
+                nothing,
+                norm,
+                empty,
+                nothing[None],
+                scale=1,
+                eps=1,
+                on=self.on,
             ),
         ]
         found = []
@@ -284,7 +342,9 @@ def test_limits_are_those_of_the_planner(emulator: Emulator, dtype: torch.dtype)
     units = VectorUnits()
     planner = Planner(emulator, units)
     answers = set()
-    for heads, dim, requests, of_row, ids in product((1, 4, 16), (16, 20, 640), (1, 8), (True, False), (0, 40_000)):
+    for heads, dim, requests, of_row, ids in product(
+        (1, 4, 16), (16, 20, 640), (1, 8), (True, False), (0, 40_000)
+    ):
         slots = Slots(requests, 512, 4096, heads, dim, dim, dtype)
         group = heads * dim if of_row else dim
         rejected = planner.rejections(slots, ids, group)

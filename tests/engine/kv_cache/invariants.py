@@ -1,4 +1,7 @@
-"""The invariants of the memory tiers: of the pages, of the DRAM store, and of the pool. They look at every entry."""
+"""The invariants of the memory tiers: of the pages, of the DRAM store, and of the pool.
+
+They look at every entry.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ def check_pages(pages: PageAllocator) -> None:
 def check_dram(store: DramStore) -> None:
     """Assert D1 and D2, and that tenants hold what their entries do."""
     check_pages(store._pages)
-    pages = [p for e in store._found.values() for first, n in e.runs for p in range(first, first + n)]
+    pages = [
+        p for e in store._found.values() for first, n in e.runs for p in range(first, first + n)
+    ]
     assert len(pages) == len(set(pages))
     assert len(pages) <= store.arena.num_pages - store._pages.num_free
     for entry in store._found.values():
@@ -34,14 +39,22 @@ def check_dram(store: DramStore) -> None:
         store.verify(entry)
         assert entry.holding.copies[entry.key] is entry
     assert sum(len(holding.copies) for holding in store.shares.accounts) == len(store._found)
-    assert sum(holding.held for holding in store.shares.accounts) <= store.arena.num_pages - store._pages.num_free
+    assert (
+        sum(holding.held for holding in store.shares.accounts)
+        <= store.arena.num_pages - store._pages.num_free
+    )
 
 
 def check_pool(pool: PrefixPool) -> None:
     """Assert I1 to I3 over the whole pool: it looks at every entry."""
     check_pages(pool._pages)
     held = [*pool._found.values(), *pool._reserved.values()]
-    pages = [page for entry in held for first, count in entry.runs for page in range(first, first + count)]
+    pages = [
+        page
+        for entry in held
+        for first, count in entry.runs
+        for page in range(first, first + count)
+    ]
     assert len(pages) == len(set(pages)), "a page in two places"
     assert len(pages) <= pool._pages.num_pages - pool._pages.num_free
     for entry in held:
@@ -69,5 +82,8 @@ def check_pool(pool: PrefixPool) -> None:
     assert pool.waits.expiring.keys() >= {
         entry for entry in pool._found.values() if entry.awaits_rank and not entry.leases
     }
-    assert pool.free_bytes + pool.reserved_bytes + pool.live_bytes + pool.evictable_bytes == pool.budget_bytes
+    assert (
+        pool.free_bytes + pool.reserved_bytes + pool.live_bytes + pool.evictable_bytes
+        == pool.budget_bytes
+    )
     assert pool.live_bytes >= 0

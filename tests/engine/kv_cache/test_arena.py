@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 
 
 def layout(dtype: str = "float32", page_tokens: int = 4) -> KVLayout:
-    return KVLayout(num_layers=2, num_heads=2, qk_dim=3, v_dim=5, page_tokens=page_tokens, dtype=dtype)
+    return KVLayout(
+        num_layers=2, num_heads=2, qk_dim=3, v_dim=5, page_tokens=page_tokens, dtype=dtype
+    )
 
 
 @st.composite
@@ -28,7 +30,9 @@ def runs(draw: st.DrawFn, num_pages: int, arena_pages: int = 16) -> tuple[PageRu
 
 
 def test_sizes() -> None:
-    shape = KVLayout(num_layers=8, num_heads=4, qk_dim=64, v_dim=64, page_tokens=64, dtype="bfloat16")
+    shape = KVLayout(
+        num_layers=8, num_heads=4, qk_dim=64, v_dim=64, page_tokens=64, dtype="bfloat16"
+    )
     assert shape.bytes(2048) == 16 * 2**20  # 8 KiB a token
     assert shape.pages(1) == 1
     assert shape.pages(65) == 2
@@ -86,14 +90,22 @@ def test_the_round_trip_is_bit_exact(dtype: str, data: st.DataObject, num_tokens
 
 def tiled(dtype: str = "float32", page_tokens: int = 64) -> KVLayout:
     return KVLayout(
-        num_layers=2, num_heads=2, qk_dim=3, v_dim=5, page_tokens=page_tokens, dtype=dtype, arrangement="tiles"
+        num_layers=2,
+        num_heads=2,
+        qk_dim=3,
+        v_dim=5,
+        page_tokens=page_tokens,
+        dtype=dtype,
+        arrangement="tiles",
     )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @settings(deadline=None, derandomize=True, max_examples=25)
 @given(data=st.data(), num_tokens=st.integers(1, 400), page_tokens=st.sampled_from((64, 128)))
-def test_tiles_written_in_parts_and_copied(dtype: str, data: st.DataObject, num_tokens: int, page_tokens: int) -> None:
+def test_tiles_written_in_parts_and_copied(
+    dtype: str, data: st.DataObject, num_tokens: int, page_tokens: int
+) -> None:
     shape = tiled(dtype, page_tokens)
     hbm, dram = (KVArena(shape, 8, CPU, pack=CPUBackend().pack_kv) for _ in range(2))
     where, there = (data.draw(runs(shape.pages(num_tokens), 8)) for _ in range(2))
@@ -111,7 +123,10 @@ def test_tiles_written_in_parts_and_copied(dtype: str, data: st.DataObject, num_
 
 
 def test_layouts_never_meet() -> None:
-    assert tiled().layout_id != KVLayout(num_layers=2, num_heads=2, qk_dim=3, v_dim=5, page_tokens=64).layout_id
+    assert (
+        tiled().layout_id
+        != KVLayout(num_layers=2, num_heads=2, qk_dim=3, v_dim=5, page_tokens=64).layout_id
+    )
     assert tiled().token_bytes == 2 * 2 * (4 + 16) * 4  # padded
     with pytest.raises(ValueError, match="page_tokens: 32 is no multiple"):
         tiled(page_tokens=32)
@@ -159,7 +174,9 @@ def test_a_run_over_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     host.copy_tokens_from(device, (PageRun(1, 10),), (PageRun(2, 10),), 40)
     device.zero((PageRun(0, 12),))
     device.copy_tokens_from(host, (PageRun(2, 10),), (PageRun(0, 4), PageRun(6, 6)), 40)
-    assert torch.equal(torch.cat([slab[0] for slab in device.views(0, (PageRun(0, 4), PageRun(6, 6)), 40)]), k)
+    assert torch.equal(
+        torch.cat([slab[0] for slab in device.views(0, (PageRun(0, 4), PageRun(6, 6)), 40)]), k
+    )
     with pytest.raises(AssertionError, match="several chunks"):
         host.views(0, (PageRun(0, 1),), 1)
 

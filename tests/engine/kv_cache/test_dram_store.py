@@ -152,7 +152,11 @@ def test_erasing_a_user_during_a_copy() -> None:
 
 
 @settings(deadline=None, derandomize=True)
-@given(steps=st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 5), st.integers(1, 20)), max_size=40))
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from("abcde"), st.integers(0, 5), st.integers(1, 20)), max_size=40
+    )
+)
 def test_pages_are_conserved(steps: list[tuple[str, int, int]]) -> None:
     dram, clock = store(6)
     pending: list[DramEntry] = []

@@ -27,7 +27,9 @@ def test_conservation(data: st.DataObject, num_pages: int) -> None:
         else:
             want = data.draw(st.integers(1, num_pages))
             if want > allocator.num_free:
-                with pytest.raises(PoolExhausted, match=f"need {want} pages, {allocator.num_free} of {num_pages}"):
+                with pytest.raises(
+                    PoolExhausted, match=f"need {want} pages, {allocator.num_free} of {num_pages}"
+                ):
                     allocator.allocate(want)
             else:  # whatever the fragmentation, n free pages are enough for n
                 runs = allocator.allocate(want)

@@ -18,7 +18,13 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.shares import MAX_TENANTS, WANTS_S
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
-from npu_gr.engine.kv_cache.prefix_pool import CREDIT, LEAST_CREDIT, EntryState, PrefixEntry, PrefixPool
+from npu_gr.engine.kv_cache.prefix_pool import (
+    CREDIT,
+    LEAST_CREDIT,
+    EntryState,
+    PrefixEntry,
+    PrefixPool,
+)
 from npu_gr.engine.kv_cache.tier import PrefixKey
 from tests.clock import Clock
 from tests.engine.kv_cache.invariants import check_pool
@@ -33,7 +39,9 @@ def pool(num_pages: int = 12) -> tuple[PrefixPool, Clock]:
     return PrefixPool(arena, num_pages * LAYOUT.page_bytes, T_LIFE_S, clock), clock
 
 
-def key(user: str = "u", fingerprint: str = "f", version: str = "v1", tenant: str = "") -> PrefixKey:
+def key(
+    user: str = "u", fingerprint: str = "f", version: str = "v1", tenant: str = ""
+) -> PrefixKey:
     return PrefixKey(UserKey(tenant, user), version, LAYOUT.layout_id, fingerprint)
 
 
@@ -41,7 +49,9 @@ def times(num_tokens: int) -> np.ndarray:
     return np.arange(num_tokens)
 
 
-def filled(pool: PrefixPool, name: PrefixKey, num_tokens: int = 4, *, is_signalled: bool = False) -> PrefixEntry:
+def filled(
+    pool: PrefixPool, name: PrefixKey, num_tokens: int = 4, *, is_signalled: bool = False
+) -> PrefixEntry:
     entry = pool.reserve(name, num_tokens, is_signalled=is_signalled)
     assert pool.publish(entry, times(num_tokens))
     return entry
@@ -58,7 +68,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool, self.clock = pool()
         self.pool.shares.weights = {"of c": 2.0}
         self.asked_at: dict[str, float] = {}
-        self.promised: dict[PrefixEntry, float] = {}  # until when it must stay, if its tenant is within its share
+        # until when it must stay, if its tenant is within its share
+        self.promised: dict[PrefixEntry, float] = {}
         self.evicted: list[PrefixEntry] = []
         self.pool.on_evict = self.evicted.append
         self.reserved: list[PrefixEntry] = []
@@ -92,7 +103,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.evicted.clear()
         try:
             entry = self.pool.reserve(
-                key(user, str(next(self.numbers)), tenant=f"of {user}"), num_tokens, is_signalled=is_signalled
+                key(user, str(next(self.numbers)), tenant=f"of {user}"),
+                num_tokens,
+                is_signalled=is_signalled,
             )
         except PoolExhausted:
             assert not self.evicted
@@ -184,10 +197,18 @@ class PoolMachine(RuleBasedStateMachine):
                 assert entry.state is EntryState.LIVE
         for holding in self.pool.shares.accounts:
             assert LEAST_CREDIT <= holding.credit <= 1.0
-        for entry in (*self.reserved, *(entry for entry, _ in self.leases)):  # each keeps its pages, dropped or not
+        # each keeps its pages, dropped or not
+        for entry in (*self.reserved, *(entry for entry, _ in self.leases)):
             others = [e for e in (*self.visible, *self.reserved) if e is not entry]
-            taken = {page for e in others for first, count in e.runs for page in range(first, first + count)}
-            assert not taken & {page for first, count in entry.runs for page in range(first, first + count)}
+            taken = {
+                page
+                for e in others
+                for first, count in e.runs
+                for page in range(first, first + count)
+            }
+            assert not taken & {
+                page for first, count in entry.runs for page in range(first, first + count)
+            }
 
     def teardown(self) -> None:
         for _, block in self.leases:
@@ -200,7 +221,9 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(deadline=None, max_examples=60, stateful_step_count=40, derandomize=True)
+TestPool.settings = settings(
+    deadline=None, max_examples=60, stateful_step_count=40, derandomize=True
+)
 
 
 @pytest.mark.parametrize("end", ["publish", "abandon"])
@@ -367,7 +390,9 @@ def test_who_wastes_signals_may_have_fewer_that_wait_and_who_ranks_may_have_more
         """Signals until it is rejected; none is published, and all of them are given up again."""
         entries: list[PrefixEntry] = []
         while prefixes.room(tenant, 4).num_pages:
-            entries.append(prefixes.reserve(key(str(len(entries)), tenant=tenant), 4, is_signalled=True))
+            entries.append(
+                prefixes.reserve(key(str(len(entries)), tenant=tenant), 4, is_signalled=True)
+            )
         for entry in entries:
             prefixes.abandon(entry)
         return len(entries)
@@ -377,7 +402,9 @@ def test_who_wastes_signals_may_have_fewer_that_wait_and_who_ranks_may_have_more
     assert waiting("e") == waiting("v") == CREDIT * 256
     for n in range(100):
         wasted = filled(prefixes, key(f"w{n}", tenant="e"), is_signalled=True)
-        with prefixes.lease(filled(prefixes, key(f"r{n}", tenant="v"), is_signalled=True), consume=True):
+        with prefixes.lease(
+            filled(prefixes, key(f"r{n}", tenant="v"), is_signalled=True), consume=True
+        ):
             pass
         clock.now_at += 1.1
         assert prefixes.evictable_bytes  # evaluated
@@ -391,7 +418,8 @@ def test_a_prefix_that_is_extended_again_and_again_and_never_ranked_is_wasted() 
     prefixes, _ = pool(512)
     filled(prefixes, key(tenant="v"))
     for n in range(100):  # within no time: none of them is late
-        prefixes.drop(filled(prefixes, key(str(n), tenant="e"), is_signalled=True))  # as the extension's filler does
+        # as the extension's filler does
+        prefixes.drop(filled(prefixes, key(str(n), tenant="e"), is_signalled=True))
     holding = prefixes.shares.asking("e")
     assert holding.credit == LEAST_CREDIT
     assert prefixes.shares.asking("v").credit == CREDIT
@@ -405,7 +433,8 @@ def test_the_instance_s_own_work_takes_what_no_rank_waits_for_and_no_tenant_s_sh
         prefixes.reserve(own, 4, is_own=True)
     with prefixes.lease(entries[1], consume=True):
         pass
-    lent = prefixes.reserve(own, 4, is_own=True)  # of a tenant that is not over its share: nobody else wants any
+    # of a tenant that is not over its share: nobody else wants any
+    lent = prefixes.reserve(own, 4, is_own=True)
     assert prefixes.get(entries[1].key) is None
     assert not prefixes.room("e", 4).is_at_share
     prefixes.abandon(lent)
@@ -420,16 +449,22 @@ def test_invented_tenants_cost_nothing_and_together_get_what_one_gets() -> None:
             filled(prefixes, key(tenant=f"made up {n}"))
         except PoolExhausted:
             break
-    for n in range(2 * MAX_TENANTS - 2):  # its half, by its weight, but for the one share that is for all the others
+    # its half, by its weight, but for the one share that is for all the others
+    for n in range(2 * MAX_TENANTS - 2):
         filled(prefixes, key(str(n), tenant="v"))
     for n in range(1000):
         prefixes.room(f"asks {n}", 4)
     assert len(prefixes.shares.accounts) <= MAX_TENANTS + 2
-    assert len([n for n in range(2 * MAX_TENANTS - 2) if prefixes.get(key(str(n), tenant="v"))]) == 2 * MAX_TENANTS - 2
+    assert (
+        len([n for n in range(2 * MAX_TENANTS - 2) if prefixes.get(key(str(n), tenant="v"))])
+        == 2 * MAX_TENANTS - 2
+    )
     check_pool(prefixes)
 
 
-@pytest.mark.parametrize("changed", [key("x"), key(version="v2"), key(fingerprint="g"), key()._replace(layout_id="l")])
+@pytest.mark.parametrize(
+    "changed", [key("x"), key(version="v2"), key(fingerprint="g"), key()._replace(layout_id="l")]
+)
 def test_the_version_fence(changed: PrefixKey) -> None:
     prefixes, _ = pool()
     filled(prefixes, key())

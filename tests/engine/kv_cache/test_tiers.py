@@ -22,7 +22,15 @@ CONFIG = KVConfig(page_tokens=32, hbm_bytes=4 * PAGE + 1, dram_bytes=3 * PAGE + 
 
 def tiers(config: KVConfig = CONFIG, *, simulated: bool = False, least_pages: int = 1) -> Tiers:
     backend = None if simulated else CPUBackend()
-    return open_tiers(config, LAYOUT, backend, t_life_s=5.0, clock=lambda: 0.0, section="x", least_pages=least_pages)
+    return open_tiers(
+        config,
+        LAYOUT,
+        backend,
+        t_life_s=5.0,
+        clock=lambda: 0.0,
+        section="x",
+        least_pages=least_pages,
+    )
 
 
 def test_whole_pages_within_the_budgets() -> None:
@@ -42,7 +50,9 @@ def test_a_simulation_has_pages_without_memory(simulated: bool) -> None:
     assert dram is not None
     assert {pool.arena.layout, dram.arena.layout} == {LAYOUT}
     for tier in (pool, dram):
-        k, _ = tier.arena.views(0, tier.reserve(PrefixKey(UserKey("", "u"), "v", "l", "f"), 1).runs, 1)[0]
+        k, _ = tier.arena.views(
+            0, tier.reserve(PrefixKey(UserKey("", "u"), "v", "l", "f"), 1).runs, 1
+        )[0]
         assert k.device == torch.device("meta" if simulated else "cpu")
 
 

@@ -36,7 +36,9 @@ RESEARCH: dict[str, dict[str, Any]] = {
 def fixture(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights, and everything else."""
     tensors = load_file(DATA / f"{name}.safetensors")
-    weights = {k.removeprefix("weights."): v for k, v in tensors.items() if k.startswith("weights.")}
+    weights = {
+        k.removeprefix("weights."): v for k, v in tensors.items() if k.startswith("weights.")
+    }
     return weights, {k: v for k, v in tensors.items() if not k.startswith("weights.")}
 
 
@@ -61,7 +63,14 @@ def scores(
         columns = {name: [value] for name, value in context.items()}
         user = FeatureValues.of(encode(model.config.features_of("user"), columns, 1))
     times = torch.cat([times[:1].expand(model.config.num_user_tokens), times])
-    segment = Segment(items=items, actions=actions, times=times, candidates=candidates, candidate_time=at, user=user)
+    segment = Segment(
+        items=items,
+        actions=actions,
+        times=times,
+        candidates=candidates,
+        candidate_time=at,
+        user=user,
+    )
     found: Tensor = model(CPU, [segment])[0]
     return found
 
@@ -76,7 +85,9 @@ def test_generative_recommenders(name: str) -> None:
     model = made("generative-recommenders", weights, RESEARCH[name]).model
     for user, n in enumerate(known["in.lengths"].tolist()):
         items, times = known["in.ids"][user, :n] - 1, known["in.times"][user]
-        got = scores(model, items, torch.zeros_like(items), times[:n], torch.arange(30), int(times[n]))
+        got = scores(
+            model, items, torch.zeros_like(items), times[:n], torch.arange(30), int(times[n])
+        )
         assert drift(got[:, 0], known["out.logits"][user]) < 1e-5
 
 
@@ -89,7 +100,10 @@ RECSYS = {
 
 @pytest.mark.parametrize("name", ["recsys_fused", "recsys_native"])
 def test_recsys_examples(name: str) -> None:
-    """Fused layers, and native ones whose projections are head by head; the latter with an MLP on items and actions."""
+    """Fused layers, and native ones whose projections are head by head.
+
+    The latter with an MLP on items and actions.
+    """
     weights, known = fixture(name)
     more = {"NetworkArgs.item_embedding_dim": 10} if name == "recsys_native" else {}
     model = made("recsys-examples", weights, RECSYS | more).model
@@ -112,7 +126,9 @@ def test_dlrmv3(name: str) -> None:
     assert model.config.actions == tuple("01234567")
     for user, n in enumerate(known["in.lengths"].tolist()):
         items, actions, times = (known[f"in.{key}"][user] for key in ("items", "actions", "times"))
-        got = scores(model, items[:n], actions[:n], times[:n], known["in.candidates"], int(times[n]))
+        got = scores(
+            model, items[:n], actions[:n], times[:n], known["in.candidates"], int(times[n])
+        )
         assert drift(got, known["out.logits"][user]) < 1e-5
 
 
@@ -120,33 +136,45 @@ CONTEXT = {"contextual_feature_to_max_length": {"user_id": 1, "age": 1}}
 
 
 def test_contextual_features_of_dlrmv3() -> None:
-    """Two tokens in front of the history, causal in this project; positions count the others from the candidates."""
+    """Two tokens in front of the history, causal in this project.
+
+    Positions count the others from the candidates.
+    """
     weights, known = fixture("dlrm_context")
     model = made("dlrmv3", weights, DLRM | CONTEXT).model
     assert (model.config.num_user_tokens, model.config.context) == (2, "causal")
     for user, n in enumerate(known["in.lengths"].tolist()):
         items, actions, times = (known[f"in.{key}"][user] for key in ("items", "actions", "times"))
         context = dict(zip(("user_id", "age"), known["in.context"][user].tolist(), strict=True))
-        got = scores(model, items[:n], actions[:n], times[:n], known["in.candidates"], int(times[n]), context)
+        got = scores(
+            model, items[:n], actions[:n], times[:n], known["in.candidates"], int(times[n]), context
+        )
         assert drift(got, known["out.logits"][user]) < 1e-5
 
 
 @pytest.mark.parametrize("context", ["causal", "full"])
 def test_contextual_features_of_recsys_examples(context: str) -> None:
-    """By an MLP of their own; they see the whole history, or with `disable_contextual_mask` what is before them."""
+    """By an MLP of their own.
+
+    They see the whole history, or with `disable_contextual_mask` what is before them.
+    """
     weights, known = fixture("recsys_context" if context == "causal" else "recsys_context_full")
     more = {
         "NetworkArgs.contextual_embedding_dim": 10, "NetworkArgs.disable_contextual_mask": context == "causal",
         "contextual_feature_names": ["user_id", "age"],
     }  # fmt: skip
-    model = made("recsys-examples", weights, RECSYS | {"DatasetArgs.max_history_seqlen": 14} | more).model
+    model = made(
+        "recsys-examples", weights, RECSYS | {"DatasetArgs.max_history_seqlen": 14} | more
+    ).model
     assert model.config.context == context
     for user, n in enumerate(known["in.lengths"].tolist()):
         items = known["in.items"][user, :n].repeat_interleave(2)
         actions = known["in.actions"][user, :n].repeat_interleave(2)
         actions[::2] = -1
         values = dict(zip(("user_id", "age"), known["in.context"][user].tolist(), strict=True))
-        got = scores(model, items, actions, torch.zeros_like(items), known["in.candidates"], 0, values)
+        got = scores(
+            model, items, actions, torch.zeros_like(items), known["in.candidates"], 0, values
+        )
         assert drift(got, known["out.logits"][user]) < 1e-5
 
 
@@ -156,10 +184,14 @@ def pipeline(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["torcheasyrec", "torcheasyrec_causal", "torcheasyrec_concat"])
 def test_torcheasyrec(name: str) -> None:
-    """As its stock configuration; with causal context, behaviours of two tokens and no times; with one user's token."""
+    """As its stock configuration; with causal context, behaviours of two tokens and no times.
+
+    With one user's token.
+    """
     weights, known = fixture(name)
     model = made("torcheasyrec", weights, pipeline(name)).model
-    city = [None, "elsewhere", "oslo", "rome", "lima"]  # of a vocabulary: the default and the unknown come first
+    # of a vocabulary: the default and the unknown come first
+    city = [None, "elsewhere", "oslo", "rome", "lima"]
     for user, n in enumerate(known["in.lengths"].tolist()):
         items, actions, times = (known[f"in.{key}"][user] for key in ("items", "actions", "times"))
         items, actions, seen = items[:n], actions[:n], times[:n]

@@ -14,7 +14,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model.config import inexact_fields
 from npu_gr.model.convert.families import FAMILIES, convert
-from npu_gr.model.convert.source import ForeignCheckpoint, GivenNames, per_head_to_kind, read_gin, read_tensors
+from npu_gr.model.convert.source import (
+    ForeignCheckpoint,
+    GivenNames,
+    per_head_to_kind,
+    read_gin,
+    read_tensors,
+)
 from npu_gr.model.convert.torcheasyrec_files import TextMessage, parse_text
 from tests.model.convert.test_parity import DATA, DLRM, RECSYS, RESEARCH, fixture, pipeline
 
@@ -52,9 +58,21 @@ CONTENT = f"{EASYREC}hstu.input_preprocessor.contextual_preprocessor."
         ("torcheasyrec", f"{EASYREC}hstu.attn_truncation_tail_len", 8),
         ("torcheasyrec", f"{EASYREC}hstu.positional_encoder.time_bucket_fn", "linear"),
         ("torcheasyrec", f"{EASYREC}fusion_mtl_tower.mlp", TextMessage({"hidden_units": [8, 8]})),
-        ("torcheasyrec", f"{CONTENT}content_mlp", TextMessage({"parameterized_mlp": [TextMessage()]})),
-        ("torcheasyrec", f"{CONTENT}action_mlp", TextMessage({"parameterized_mlp": [TextMessage()]})),
-        ("torcheasyrec", f"{CONTENT}content_encoder", TextMessage({"pad_content_encoder": [TextMessage()]})),
+        (
+            "torcheasyrec",
+            f"{CONTENT}content_mlp",
+            TextMessage({"parameterized_mlp": [TextMessage()]}),
+        ),
+        (
+            "torcheasyrec",
+            f"{CONTENT}action_mlp",
+            TextMessage({"parameterized_mlp": [TextMessage()]}),
+        ),
+        (
+            "torcheasyrec",
+            f"{CONTENT}content_encoder",
+            TextMessage({"pad_content_encoder": [TextMessage()]}),
+        ),
         ("torcheasyrec", "model_config.ultra_hstu", TextMessage()),
         ("torcheasyrec", "model_config.hstu_match", TextMessage()),
     ],
@@ -63,20 +81,33 @@ def test_a_setting_that_does_not_convert_is_named(family: str, setting: str, val
     name, settings = FIXTURES[family]
     told = setting.rpartition(".")[2] if family == "torcheasyrec" else setting.replace(".", r"\.")
     with pytest.raises(CheckpointError, match=told):
-        FAMILIES[family](ForeignCheckpoint("it", fixture(name)[0], settings | {setting: value}), GivenNames())
+        FAMILIES[family](
+            ForeignCheckpoint("it", fixture(name)[0], settings | {setting: value}), GivenNames()
+        )
 
 
 @pytest.mark.parametrize("family", FIXTURES)
 def test_every_tensor_counts(family: str) -> None:
-    """One that is missing, of another shape, broken or left over is named; several are named together."""
+    """One that is missing, of another shape, broken or left over is named.
+
+    Several are named together.
+    """
     name, settings = FIXTURES[family]
     weights = fixture(name)[0]
     for key in weights:
         if "_additional_" in key or not weights[key].is_floating_point():
             continue  # of no feature; and a list of numbers
-        for change in (None, weights[key].flatten()[:-1], torch.full_like(weights[key], float("nan"))):
-            spoilt = {k: v for k, v in weights.items() if k != key} | ({} if change is None else {key: change})
-            with pytest.raises(CheckpointError, match="|".join((key.rpartition(".")[2], "_time_feature"))):
+        for change in (
+            None,
+            weights[key].flatten()[:-1],
+            torch.full_like(weights[key], float("nan")),
+        ):
+            spoilt = {k: v for k, v in weights.items() if k != key} | (
+                {} if change is None else {key: change}
+            )
+            with pytest.raises(
+                CheckpointError, match="|".join((key.rpartition(".")[2], "_time_feature"))
+            ):
                 FAMILIES[family](ForeignCheckpoint("it", spoilt, settings), GivenNames())
     spoilt = {f"x{k}": v for k, v in weights.items()}
     with pytest.raises(CheckpointError, match=r"(?s)missing tensor.*and \d+ more"):
@@ -88,7 +119,9 @@ def test_the_order_of_contextual_features_is_asked_for() -> None:
     context = {f"{tables}{name}.weight": torch.zeros(3, 16) for name in ("user_id", "age")}
     weights = fixture("recsys_fused")[0]
     with pytest.raises(CheckpointError, match="age, user_id: pass --set contextual_feature_names"):
-        FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights | context, RECSYS), GivenNames())
+        FAMILIES["recsys-examples"](
+            ForeignCheckpoint("it", weights | context, RECSYS), GivenNames()
+        )
     context[f"{tables}age.weight"] = torch.zeros(3, 15)
     named = RECSYS | {"contextual_feature_names": ["user_id", "age"]}
     with pytest.raises(CheckpointError, match=r"\[16, 15\] wide"):
@@ -114,13 +147,20 @@ def test_actions_of_dlrmv3_are_sets_of_bits() -> None:
 
 def test_names_must_fit() -> None:
     weights = fixture("recsys_fused")[0]
-    for names in (GivenNames(actions=("a",)), GivenNames(tasks=("a",)), GivenNames(item_ids=np.arange(3))):
+    for names in (
+        GivenNames(actions=("a",)),
+        GivenNames(tasks=("a",)),
+        GivenNames(item_ids=np.arange(3)),
+    ):
         with pytest.raises(CheckpointError, match=r"3|names"):
             FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights, RECSYS), names)
     names = GivenNames(np.arange(40) + 7, tuple("abcde"), ("x", "y", "z"))
     made = FAMILIES["recsys-examples"](ForeignCheckpoint("it", weights, RECSYS), names)
     assert made.item_ids[0] == 7
-    assert (made.model.config.actions, made.model.config.tasks) == (("a", "b", "c", "d", "e"), ("x", "y", "z"))
+    assert (made.model.config.actions, made.model.config.tasks) == (
+        ("a", "b", "c", "d", "e"),
+        ("x", "y", "z"),
+    )
 
 
 def test_projections_head_by_head_are_brought_into_order() -> None:
@@ -131,7 +171,8 @@ def test_projections_head_by_head_are_brought_into_order() -> None:
 
 def test_gin_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.gin").write_text(
-        "# a comment\nimport x\ntrain_fn.n = 3  # three\nA.list = [\n  1, 2\n]\nA.f = @some.function()\nA.s = 'x'\n"
+        "# a comment\nimport x\ntrain_fn.n = 3  # three\nA.list = [\n  1, 2\n]\nA.f = "
+        "@some.function()\nA.s = 'x'\n"
     )
     assert read_gin(tmp_path) == {"train_fn.n": 3, "A.list": [1, 2], "A.s": "x"}
     (tmp_path / "a.gin").write_text("a.b = some words\n")
@@ -156,7 +197,10 @@ def test_a_distributed_checkpoint_is_read_whole(tmp_path: Path) -> None:
     found = read_tensors(tmp_path, is_trusted=True)
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
-    assert convert("dlrmv3", tmp_path, GivenNames(), DLRM, is_trusted=True).model.config.num_items == 20
+    assert (
+        convert("dlrmv3", tmp_path, GivenNames(), DLRM, is_trusted=True).model.config.num_items
+        == 20
+    )
     (tmp_path / "sparse/.metadata").write_bytes(b"spoilt")
     with pytest.raises(CheckpointError, match="sparse: cannot be read"):
         read_tensors(tmp_path, is_trusted=True)
@@ -170,7 +214,12 @@ def test_weights_are_found_and_read(tmp_path: Path) -> None:
     torch.save(fixture("recsys_fused")[0], tmp_path / "whole.pt")
     for value in ("many", 3.5j, None):
         with pytest.raises(CheckpointError, match="does not convert"):
-            convert("recsys-examples", tmp_path, GivenNames(), RECSYS | {"NetworkArgs.kv_channels": value})
+            convert(
+                "recsys-examples",
+                tmp_path,
+                GivenNames(),
+                RECSYS | {"NetworkArgs.kv_channels": value},
+            )
     (tmp_path / "whole.pt").unlink()
     torch.save({"epoch": 1, "model_state_dict": {"module.a": torch.ones(1)}}, tmp_path / "some_ep3")
     assert read_tensors(tmp_path).keys() == {"a"}
@@ -195,12 +244,23 @@ def test_a_run_of_torcheasyrec_is_read_where_its_trainer_leaves_it(tmp_path: Pat
         warnings.simplefilter("ignore")  # one process
         for step, state in ((90, {"old": torch.zeros(1)}), (100, weights)):
             dcp_save(state, checkpoint_id=tmp_path / f"model.ckpt-{step}/model", no_dist=True)
-        dcp_save({"moments": torch.zeros(1)}, checkpoint_id=tmp_path / "model.ckpt-100/optimizer", no_dist=True)
+        dcp_save(
+            {"moments": torch.zeros(1)},
+            checkpoint_id=tmp_path / "model.ckpt-100/optimizer",
+            no_dist=True,
+        )
     for folder in (tmp_path, tmp_path / "model.ckpt-100"):
         made = convert("torcheasyrec", folder, GivenNames(), is_trusted=True)
-        assert inexact_fields(made.model.config) == [], "with causal context it is served with a prefix cache"
+        assert inexact_fields(made.model.config) == [], (
+            "with causal context it is served with a prefix cache"
+        )
     longer = {"model_config.dlrm_hstu.max_seq_len": 20}
-    assert convert("torcheasyrec", tmp_path, GivenNames(), longer, is_trusted=True).model.config.scaling_seqlen == 20
+    assert (
+        convert(
+            "torcheasyrec", tmp_path, GivenNames(), longer, is_trusted=True
+        ).model.config.scaling_seqlen
+        == 20
+    )
     (tmp_path / "pipeline.config").write_text("model_config {\n  dlrm_hstu {")
     with pytest.raises(CheckpointError, match="line 2: a name was expected"):
         convert("torcheasyrec", tmp_path, GivenNames(), is_trusted=True)
@@ -209,16 +269,19 @@ def test_a_run_of_torcheasyrec_is_read_where_its_trainer_leaves_it(tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (('feature_names: "uih_seq__video_id"', 'feature_names: ["uih_seq__video_id", "x"]'), "group uih has"),
+        (('feature_names: '
+          '"uih_seq__video_id"', 'feature_names: ["uih_seq__video_id", "x"]'), "group uih has"),
         (('group_name: "contextual"', 'group_name: "more"'), "feature group more"),
         (("group_type: DEEP", "group_type: SEQUENCE"), "contextual: only of group_type DEEP"),
         (('feature_name: "age"', 'feature_name: "age" zch {}'), "feature age: id_feature, zch"),
-        (('id_feature { feature_name: "age"', 'raw_feature { feature_name: "age"'), "feature age: raw_feature"),
+        (('id_feature { '
+          'feature_name: "age"', 'raw_feature { feature_name: "age"'), "feature age: raw_feature"),
         (('vocab_list: ["oslo", ', "vocab_list: ["), "city: 2 values, and a table of 5 rows"),
         (('"video_id_emb" embedding_dim: 6 num_buckets: 20 } }\n' + QUERY,
           '"other" embedding_dim: 6 num_buckets: 20 } }\n' + QUERY), "different tables"),
         (('task_name: "like" label_name: "cand_seq__action_weight" num_class: 2',
-          'task_name: "like" label_name: "cand_seq__action_weight" num_class: 3'), "num_class = 3|shape"),
+          'task_name: "like" label_name: "cand_seq__action_weight" '
+          'num_class: 3'), "num_class = 3|shape"),
     ],
 )  # fmt: skip
 def test_a_feature_that_does_not_convert_is_named(change: tuple[str, str], told: str) -> None:
@@ -226,7 +289,9 @@ def test_a_feature_that_does_not_convert_is_named(change: tuple[str, str], told:
     assert change[0] in text
     settings = {"pipeline": parse_text(text.replace(*change))}
     with pytest.raises(CheckpointError, match=told):
-        FAMILIES["torcheasyrec"](ForeignCheckpoint("it", fixture("torcheasyrec")[0], settings), GivenNames())
+        FAMILIES["torcheasyrec"](
+            ForeignCheckpoint("it", fixture("torcheasyrec")[0], settings), GivenNames()
+        )
 
 
 def test_text_messages_are_read() -> None:
@@ -234,7 +299,10 @@ def test_text_messages_are_read() -> None:
     b < c: 'x' "y" > ; d { e: true, f: -1.5e-3 } d: { f: NAME }"""
     read = parse_text(text)
     assert (read.many("a"), read.one("a"), read.message("b").one("c")) == ([1, 2, 3], 3, "xy")
-    assert [(one.one("e"), one.one("f")) for one in read.many("d")] == [(True, -0.0015), (None, "NAME")]
+    assert [(one.one("e"), one.one("f")) for one in read.many("d")] == [
+        (True, -0.0015),
+        (None, "NAME"),
+    ]
     assert read.message("none").many("at all") == read.messages("a") == []
     read.put("b.c", [5, 6])
     read.put("x.y", 7)

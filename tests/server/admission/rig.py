@@ -95,7 +95,12 @@ class Instance:
         self._begin_pass()
 
     async def ask(
-        self, seen: Seen, kind: str = RANK.name, tenant: str = "", budget_s: float = 1.0, times: float = 1.0
+        self,
+        seen: Seen,
+        kind: str = RANK.name,
+        tenant: str = "",
+        budget_s: float = 1.0,
+        times: float = 1.0,
     ) -> bool:
         """One request; True = it was answered."""
         due_at = self.loop.time()
@@ -115,8 +120,13 @@ class Instance:
         seen.counts["in_time" if took_s <= OBJECTIVE_S else "late"] += 1
         return True
 
-    async def closed(self, seen: Seen, clients: int, seconds: float, service_time_s: float = 0.0, **options: Any) -> None:
-        """Clients that send again at once; after a rejection after `service_time_s`, which stands for the pacing."""
+    async def closed(
+        self, seen: Seen, clients: int, seconds: float, service_time_s: float = 0.0, **options: Any
+    ) -> None:
+        """Clients that send again at once.
+
+        After a rejection after `service_time_s`, which stands for the pacing.
+        """
         end_at = self.loop.time() + seconds
 
         async def client() -> None:

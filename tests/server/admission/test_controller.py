@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from npu_gr.core.errors import Overloaded, Rejection
 from npu_gr.core.kinds import EVENTS, GENERATE, KINDS, RANK, SIGNAL
 from npu_gr.core.shares import WANTS_S
-from npu_gr.server.admission.controller import MIN_ACTIVE, AdmissionConfig, AdmissionController, Permit, ServiceTime
+from npu_gr.server.admission.controller import (
+    MIN_ACTIVE,
+    AdmissionConfig,
+    AdmissionController,
+    Permit,
+    ServiceTime,
+)
 from npu_gr.server.admission.fair_queue import MAX_PASSES, TOGETHER_S
 from npu_gr.simulate.clock import VirtualLoop
 from tests.server.admission.rig import OBJECTIVE_S, Instance, Seen, virtually
@@ -84,7 +90,9 @@ def test_a_small_tenant_beside_a_hot_one_is_never_rejected() -> None:
         instance = Instance()
         hot = Seen()
         small = Seen()
-        busy = asyncio.ensure_future(instance.closed(hot, 64, 3.0, service_time_s=RETRY_S, tenant="hot"))
+        busy = asyncio.ensure_future(
+            instance.closed(hot, 64, 3.0, service_time_s=RETRY_S, tenant="hot")
+        )
         asked = []
         for _ in range(55):
             asked.append(asyncio.ensure_future(instance.ask(small, tenant="small")))
@@ -98,7 +106,9 @@ def test_a_small_tenant_beside_a_hot_one_is_never_rejected() -> None:
     assert max(small.latencies_s) < 0.6 * OBJECTIVE_S
 
 
-def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_while_another_waits() -> None:
+def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_while_another_waits() -> (
+    None
+):
     held = Held()
     hot = []
     while (guest := held.arrive(tenant="hot")).permit:
@@ -106,9 +116,11 @@ def test_a_tenant_with_slow_requests_holds_no_more_than_its_share_of_the_places_
     small = [held.arrive(tenant="small") for _ in range(PLACES)]
     assert not any(waiting.rejection for waiting in (guest, *small))
     for number in range(PLACES):
-        held.wait(held.admission.work.service_time_s(RANK.name))  # so that the window stays as it is
+        # so that the window stays as it is
+        held.wait(held.admission.work.service_time_s(RANK.name))
         hot.pop().leave()
-        assert small[number].permit  # the places go to the small one, which has less than half of them
+        # the places go to the small one, which has less than half of them
+        assert small[number].permit
         assert not guest.permit
     while len(hot) >= PLACES:  # nobody else waits, but the other one asks at the same time
         assert not guest.permit
@@ -132,7 +144,9 @@ def test_a_tenant_that_fills_a_pass_keeps_nobody_waiting_behind_it() -> None:
 def test_a_tenant_alone_fills_the_window_again_a_second_after_the_other_asked() -> None:
     held = Held()
     held.arrive(tenant="small").leave()
-    assert [bool(held.arrive(tenant="hot").permit) for _ in range(PLACES + 1)] == [True] * PLACES + [False]
+    assert [bool(held.arrive(tenant="hot").permit) for _ in range(PLACES + 1)] == [
+        True
+    ] * PLACES + [False]
     held.wait(TOGETHER_S)
     assert all(held.arrive(tenant="hot").permit for _ in range(MIN_ACTIVE))
 
@@ -144,7 +158,9 @@ def test_places_of_a_tenant_go_by_its_weight() -> None:
         assert sum(bool(held.arrive(tenant=tenant).permit) for _ in range(12)) == places
 
 
-def test_signals_of_several_tenants_are_let_in_two_at_a_time_and_those_of_one_alone_as_they_fit() -> None:
+def test_signals_of_several_tenants_are_let_in_two_at_a_time_and_those_of_one_alone_as_they_fit() -> (
+    None
+):
     held = Held()
     alone = [held.arrive(SIGNAL.name, "e") for _ in range(10)]
     assert all(guest.permit for guest in alone)
@@ -164,7 +180,9 @@ def test_the_last_permits_go_to_the_tenant_that_holds_fewer_of_them() -> None:
     for guest in hung:  # they wait for a store that does not answer
         assert guest.permit is not None
         guest.permit.outside().__enter__()
-    inside = [held.arrive(tenant="small") for _ in range(2)] + [held.arrive(tenant="hot") for _ in range(2)]
+    inside = [held.arrive(tenant="small") for _ in range(2)] + [
+        held.arrive(tenant="hot") for _ in range(2)
+    ]
     assert all(guest.permit for guest in inside)
     hot = held.arrive(tenant="hot")
     small = held.arrive(tenant="small")
@@ -292,7 +310,9 @@ class Guest:
 
     @property
     def permit(self) -> Permit | None:
-        is_admitted = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        is_admitted = (
+            self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        )
         return self.task.result() if is_admitted else None
 
     @property
@@ -328,7 +348,9 @@ def test_ranks_do_not_wait_behind_generates_nor_generates_behind_signals() -> No
     assert waiting.permit
 
 
-def test_a_suspended_request_gives_the_place_to_others_and_no_queue_waits_for_the_way_back() -> None:
+def test_a_suspended_request_gives_the_place_to_others_and_no_queue_waits_for_the_way_back() -> (
+    None
+):
     held = Held()
     while held.arrive().permit:
         pass
@@ -403,7 +425,10 @@ def test_a_cancelled_coroutine_gives_back_what_it_was_given() -> None:
         instance = Instance(max_inflight=1)
         permit = await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0)
         asked = [
-            asyncio.ensure_future(instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0)) for _ in range(2)
+            asyncio.ensure_future(
+                instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0)
+            )
+            for _ in range(2)
         ]
         await asyncio.sleep(0)
         permit.leave()  # the first one has its permit, but has not run yet
@@ -418,7 +443,10 @@ def test_a_cancelled_coroutine_gives_back_what_it_was_given() -> None:
 def test_a_rejection_is_an_error_of_the_tree() -> None:
     async def work() -> None:
         instance = Instance(max_inflight=1)
-        with await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0), pytest.raises(Overloaded):
+        with (
+            await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0),
+            pytest.raises(Overloaded),
+        ):
             await instance.admission.enter(RANK.name, "", instance.loop.time(), 1.0)
 
     virtually(work)
@@ -434,7 +462,9 @@ STEP = st.tuples(
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(STEP, max_size=60), st.integers(1, 40))
-def test_every_request_ends_once_and_the_counts_agree(steps: list[tuple[str, str, str, float]], most: int) -> None:
+def test_every_request_ends_once_and_the_counts_agree(
+    steps: list[tuple[str, str, str, float]], most: int
+) -> None:
     with Held(max_inflight=most) as held:
         active: list[Guest] = []
         out: list[tuple[Guest, Any]] = []
@@ -457,12 +487,18 @@ def test_every_request_ends_once_and_the_counts_agree(steps: list[tuple[str, str
                 held.do(lambda: out.pop()[1].__exit__(None, None, None))
             held.wait(after_s)
             suspended = [guest for guest, _ in out]
-            active = [one for one in held.guests if one.permit and one not in suspended and one not in left]
+            active = [
+                one
+                for one in held.guests
+                if one.permit and one not in suspended and one not in left
+            ]
             counts = [held.admission.work.counts(name) for name in KINDS]
             assert sum(count["inside"] for count in counts) == len(active)  # D2
             assert sum(count["outside"] for count in counts) == len(out)
             waiting = [one for one in held.guests if not one.task.done()]
-            assert held.admission.waiting == sum(count["waiting"] for count in counts) == len(waiting)
+            assert (
+                held.admission.waiting == sum(count["waiting"] for count in counts) == len(waiting)
+            )
             assert held.admission.work.admitted == len(active) + len(out) <= most
         while out:
             held.do(lambda: out.pop()[1].__exit__(None, None, None))
@@ -512,7 +548,9 @@ def test_the_first_departures_replace_the_guess() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0001, 0.0003, 0.001])
-def test_a_pause_moves_the_service_time_by_a_quarter_and_sixty_departures_undo_it(seconds: float) -> None:
+def test_a_pause_moves_the_service_time_by_a_quarter_and_sixty_departures_undo_it(
+    seconds: float,
+) -> None:
     estimate = learnt(seconds, 5000)
     estimate.observe(0.110)
     assert 1.1 * seconds < estimate.seconds < 1.27 * seconds

@@ -1,4 +1,7 @@
-"""What a page of another site can make a browser send is rejected; what is no browser, and our own page, is not."""
+"""What a page of another site can make a browser send is rejected.
+
+What is no browser, and our own page, is not.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ from npu_gr.server.auth.rules import is_loopback_name, reject_foreign_pages
         {"Host": "localhost:8081"},
         {"Host": "[::1]:8081"},
         {"Host": "127.9.9.9"},
-        {"Host": "localhost:8081", "Origin": "http://localhost:8081", "Sec-Fetch-Site": "same-origin"},
+        {
+            "Host": "localhost:8081",
+            "Origin": "http://localhost:8081",
+            "Sec-Fetch-Site": "same-origin",
+        },
         {"Host": "localhost:8081", "sec-fetch-site": "none"},
     ],
 )
@@ -30,13 +37,15 @@ def test_no_page_of_another_site(headers: dict[str, str]) -> None:
     [
         ({"Host": "localhost:8081", "Origin": "https://evil.example"}, "Origin"),
         ({"Host": "localhost:8081", "Origin": "null"}, "Origin"),
-        ({"Host": "localhost:8081", "Origin": "http://localhost:3000"}, "Origin"),  # another program's page
+        # another program's page
+        ({"Host": "localhost:8081", "Origin": "http://localhost:3000"}, "Origin"),
         ({"Host": "localhost:8081", "Origin": "http://[::1"}, "Origin"),
         ({"Host": "localhost:8081", "Origin": ""}, "Origin"),
         ({"Host": "localhost:8081", "sec-fetch-site": "cross-site"}, "Sec-Fetch-Site"),
         ({"Host": "localhost:8081", "Sec-Fetch-Site": "same-site"}, "Sec-Fetch-Site"),
         ({"Host": "evil.example"}, "Host"),
-        ({"Host": "evil.example:8081", "Origin": "http://evil.example:8081"}, "Host"),  # DNS rebinding
+        # DNS rebinding
+        ({"Host": "evil.example:8081", "Origin": "http://evil.example:8081"}, "Host"),
         ({"Host": "127.0.0.1.evil.example"}, "Host"),
         ({"Host": "localhost.evil.example:8081"}, "Host"),
     ],
@@ -55,6 +64,8 @@ def test_loopback_names(name: str) -> None:
     assert is_loopback_name(name)
 
 
-@pytest.mark.parametrize("name", ["", "0.0.0.0", "10.0.0.1", "::", "evil.localhost.example", "127.1"])
+@pytest.mark.parametrize(
+    "name", ["", "0.0.0.0", "10.0.0.1", "::", "evil.localhost.example", "127.1"]
+)
 def test_other_names(name: str) -> None:
     assert not is_loopback_name(name)

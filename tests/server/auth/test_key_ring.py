@@ -1,4 +1,7 @@
-"""The keys in force are those of the file as it is now; a file that cannot be read changes nothing."""
+"""The keys in force are those of the file as it is now.
+
+A file that cannot be read changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,15 @@ import pytest
 
 from npu_gr.core.errors import ConfigError, Forbidden, Overloaded, Unauthorized
 from npu_gr.core.kinds import Scope
-from npu_gr.server.auth.keys import ANYBODY, KeyEntry, KeyFile, KeyRejection, KeyRing, hash_of, written
+from npu_gr.server.auth.keys import (
+    ANYBODY,
+    KeyEntry,
+    KeyFile,
+    KeyRejection,
+    KeyRing,
+    hash_of,
+    written,
+)
 from tests.clock import Clock
 
 SECRET = b"a-key-of-more-than-24-characters"
@@ -17,7 +28,13 @@ OTHER = b"another-key-of-more-than-24-characters"
 
 
 def entry(secret: bytes = SECRET, name: str = "one", **fields: object) -> KeyEntry:
-    return KeyEntry(name=name, sha256=hash_of(secret), tenant="shop", scopes=[Scope.INFER], **fields)  # type: ignore[arg-type]
+    return KeyEntry(
+        name=name,
+        sha256=hash_of(secret),
+        tenant="shop",
+        scopes=[Scope.INFER],
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 def write(path: Path, *entries: KeyEntry) -> None:
@@ -59,7 +76,11 @@ def test_what_is_no_key(tmp_path: Path, header: bytes | None, reason: KeyRejecti
 def test_a_key_expires(tmp_path: Path) -> None:
     clock = Clock(1000.0)
     path = tmp_path / "keys"
-    path.write_text(written(KeyFile(keys=[entry()])).replace("  scopes", "  expires: '1970-01-01T00:20:00Z'\n  scopes"))
+    path.write_text(
+        written(KeyFile(keys=[entry()])).replace(
+            "  scopes", "  expires: '1970-01-01T00:20:00Z'\n  scopes"
+        )
+    )
     ring = KeyRing(path, wall_clock=clock)
     assert ring.find(b"Bearer " + SECRET).expires_at == 1200.0
     clock.now_at = 1200.0
@@ -174,7 +195,9 @@ def test_what_a_key_does_not_allow_is_told(tmp_path: Path) -> None:
 def test_an_expired_key_does_not_count(tmp_path: Path) -> None:
     clock = Clock(1000.0)
     end = "expires: '1970-01-01T00:20:00Z'"
-    (tmp_path / "keys").write_text(written(KeyFile(keys=[entry()])).replace("  scopes", f"  {end}\n  scopes"))
+    (tmp_path / "keys").write_text(
+        written(KeyFile(keys=[entry()])).replace("  scopes", f"  {end}\n  scopes")
+    )
     ring = KeyRing(tmp_path / "keys", wall_clock=clock)
     assert len(ring) == 1
     clock.now_at = 1200.0

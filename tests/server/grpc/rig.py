@@ -82,17 +82,23 @@ def metadata(key: str | None) -> tuple[tuple[str, str], ...]:
 
 @asynccontextmanager
 async def serving_rpc(
-    service: FakeService | None = None, credentials: grpc.ChannelCredentials | None = None, **settings: Any
+    service: FakeService | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
     service = service or FakeService({name: one.answer for name, one in EXAMPLES.items()})
     metrics = metrics_of_all_kinds()
-    app = build_web_app(service, ServerConfig(**{"grpc_port": 0, "shutdown_timeout_s": 5.0, **settings}), metrics)
+    app = build_web_app(
+        service, ServerConfig(**{"grpc_port": 0, "shutdown_timeout_s": 5.0, **settings}), metrics
+    )
     async with TestClient(InstanceServer(app)) as http:
         rpc = app[RPC]
         await rpc.listen()
         address = f"127.0.0.1:{rpc.port}"
         channel = (
-            grpc.aio.insecure_channel(address) if credentials is None else grpc.aio.secure_channel(address, credentials)
+            grpc.aio.insecure_channel(address)
+            if credentials is None
+            else grpc.aio.secure_channel(address, credentials)
         )
         try:
             async with channel:

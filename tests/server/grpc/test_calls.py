@@ -49,7 +49,9 @@ async def rig() -> AsyncIterator[Rig]:
         yield made
 
 
-async def rejected(rig: Rig, body: dict[str, Any], key: str | None = None) -> tuple[grpc.StatusCode, str]:
+async def rejected(
+    rig: Rig, body: dict[str, Any], key: str | None = None
+) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await rig.infer("rank", body, key)
     return caught.value.code(), caught.value.details() or ""
@@ -62,7 +64,8 @@ def test_the_compiled_form_is_that_of_the_files(tmp_path: Path) -> None:
     files = ("health.proto", "inference.proto")
     assert protoc.main(["protoc", f"-I{folder}", f"--descriptor_set_out={made}", *files]) == 0
     one, other = (
-        descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes()) for path in (made, folder / "compiled.binpb")
+        descriptor_pb2.FileDescriptorSet.FromString(path.read_bytes())
+        for path in (made, folder / "compiled.binpb")
     )
     assert one == other
 
@@ -90,7 +93,11 @@ async def test_every_model_is_asked_as_over_http(model: str, rig: Rig) -> None:
 
 async def test_calls_that_are_not_here_are_unimplemented(rig: Rig) -> None:
     """Those of our own service, which went, too."""
-    for path in (f"/{INFERENCE}/ModelConfig", "/npu_gr.v1.Recommender/Rank", "/npu_gr.v1.Recommender/Signals"):
+    for path in (
+        f"/{INFERENCE}/ModelConfig",
+        "/npu_gr.v1.Recommender/Rank",
+        "/npu_gr.v1.Recommender/Signals",
+    ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call(rig.channel, path, b"", RESPONSE)
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -114,9 +121,14 @@ async def test_a_key_opens_what_its_scopes_say(tmp_path: Path) -> None:
 
         for key in (None, "Bearer x", "Basic x", bearer("nobody")):
             assert (await rejected(rig, SMALL, key))[0] is grpc.StatusCode.UNAUTHENTICATED
-        assert (await rejected(rig, SMALL, bearer("observes")))[0] is grpc.StatusCode.PERMISSION_DENIED
+        assert (await rejected(rig, SMALL, bearer("observes")))[
+            0
+        ] is grpc.StatusCode.PERMISSION_DENIED
         code, detail = await rejected(rig, {**SMALL, "tenant": "other"}, bearer("shop"))
-        assert (code, "is for the tenant 'shop' alone" in detail) == (grpc.StatusCode.PERMISSION_DENIED, True)
+        assert (code, "is for the tenant 'shop' alone" in detail) == (
+            grpc.StatusCode.PERMISSION_DENIED,
+            True,
+        )
         assert not rig.service.served
         answer = await rig.infer("rank", SMALL, bearer("shop"))
         assert answer.model_version == "m"
@@ -153,7 +165,9 @@ async def test_the_deadline_is_the_budget(rig: Rig) -> None:
     budgets = [budget_s for _, _, budget_s in rig.service.served]
     config = ServerConfig()
     granted_s = 3.0 * 1.01  # gRPC sends three digits of a deadline, rounded up
-    for budget_s, most_s in zip(budgets, (granted_s, config.default_budget_s, config.max_budget_s, 0.5), strict=True):
+    for budget_s, most_s in zip(
+        budgets, (granted_s, config.default_budget_s, config.max_budget_s, 0.5), strict=True
+    ):
         assert 0 < budget_s <= most_s
         assert budget_s > most_s - 0.4
 
@@ -208,8 +222,16 @@ async def test_who_gives_up_frees_everything(ends: str, rig: Rig) -> None:
     ("error", "code", "trailing"),
     [
         (Overloaded("busy"), grpc.StatusCode.RESOURCE_EXHAUSTED, {"npu-gr-status": "429"}),
-        (UnknownPrefix("base: unknown"), grpc.StatusCode.FAILED_PRECONDITION, {"npu-gr-status": "409"}),
-        (NotTaken("draining"), grpc.StatusCode.UNAVAILABLE, {"npu-gr-status": "503", "x-npugr-not-taken": "1"}),
+        (
+            UnknownPrefix("base: unknown"),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            {"npu-gr-status": "409"},
+        ),
+        (
+            NotTaken("draining"),
+            grpc.StatusCode.UNAVAILABLE,
+            {"npu-gr-status": "503", "x-npugr-not-taken": "1"},
+        ),
     ],
 )
 async def test_errors_keep_their_meaning(
@@ -225,7 +247,9 @@ async def test_errors_keep_their_meaning(
     assert ("grpc-retry-pushback-ms" in told) == isinstance(error, Overloaded)
 
 
-async def test_what_is_none_of_ours_is_told_to_nobody(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_none_of_ours_is_told_to_nobody(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     rig.service.answers["rank"] = "no answer at all"
     assert await rejected(rig, RANK) == (
         grpc.StatusCode.INTERNAL,
@@ -250,7 +274,9 @@ async def test_no_message_is_more_than_a_fault_of_the_caller(rig: Rig) -> None:
     codes = set()
     for index in range(300):
         model = draw.choice(list(MODELS))
-        good = infer_message(model, inputs_of(EXAMPLES[model].body or {}), is_raw=bool(index % 2)).SerializeToString()
+        good = infer_message(
+            model, inputs_of(EXAMPLES[model].body or {}), is_raw=bool(index % 2)
+        ).SerializeToString()
         broken = bytearray(good)
         for _ in range(draw.choice((0, 1, 2, 8))):
             at = draw.randrange(len(broken))
@@ -260,14 +286,19 @@ async def test_no_message_is_more_than_a_fault_of_the_caller(rig: Rig) -> None:
                 case 1:
                     del broken[at : at + draw.choice((1, 4, 40))]
                 case _:
-                    broken[at:at] = draw.choice((b"\x2a\x00", b"\x3a\x00", b"\xff", draw.randbytes(8)))
+                    broken[at:at] = draw.choice(
+                        (b"\x2a\x00", b"\x3a\x00", b"\xff", draw.randbytes(8))
+                    )
             broken = broken or bytearray(b" ")
         try:
             await call(rig.channel, INFER, bytes(broken), RESPONSE)
             codes.add(grpc.StatusCode.OK)
         except grpc.aio.AioRpcError as error:
             codes.add(error.code())
-    assert codes - {grpc.StatusCode.NOT_FOUND} == {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
+    assert codes - {grpc.StatusCode.NOT_FOUND} == {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.INVALID_ARGUMENT,
+    }
 
 
 @pytest.mark.parametrize(
@@ -277,9 +308,15 @@ async def test_no_message_is_more_than_a_fault_of_the_caller(rig: Rig) -> None:
         ({"model_version": "7"}, "version: '7' of rank is not served"),
         ({"raw_input_contents": [b""]}, "raw_input_contents: 1, and there are 2 inputs"),
         ({"parameters": {"x": {}}}, "parameters: 'x' has no value"),
-        ({"parameters": {str(i): {"bool_param": True} for i in range(101)}}, "parameters: 101 entries"),
+        (
+            {"parameters": {str(i): {"bool_param": True} for i in range(101)}},
+            "parameters: 101 entries",
+        ),
         ({"outputs": [{"name": "scores"}]}, "outputs: unknown output scores"),
-        ({"outputs": [{"name": "top", "parameters": {"classification": {"int64_param": 3}}}]}, "an output has none"),
+        (
+            {"outputs": [{"name": "top", "parameters": {"classification": {"int64_param": 3}}}]},
+            "an output has none",
+        ),
         ({"inputs": [{"name": "user_id", "datatype": "BYTES", "shape": [1] * 9}]}, "takes 1"),
     ],
 )
@@ -298,7 +335,11 @@ async def test_contents_are_the_raw_ones(rig: Rig) -> None:
     for is_raw in (True, False):
         await rig.inference("ModelInfer", infer_message("rank", body, is_raw=is_raw))
     (_, one, _), (_, other, _) = rig.service.served
-    assert (one.user, one.candidates.tolist(), one.top_k) == (other.user, other.candidates.tolist(), other.top_k)
+    assert (one.user, one.candidates.tolist(), one.top_k) == (
+        other.user,
+        other.candidates.tolist(),
+        other.top_k,
+    )
     mixed = infer_message("rank", INPUTS, is_raw=False)
     mixed.raw_input_contents.extend(one.raw for one in INPUTS)
     with pytest.raises(grpc.aio.AioRpcError, match="has contents, and raw_input_contents too"):
@@ -321,11 +362,20 @@ async def test_a_stream_is_answered_in_its_order(rig: Rig) -> None:
     """One that is rejected ends nothing."""
     num = 2 * MOST_UNDER_WAY
     users = [f"u{index}" if index % 3 else "" for index in range(num)]
-    asked = [infer_message("match", [Input("user_id", "BYTES", [user])], id=str(i)) for i, user in enumerate(users)]
+    asked = [
+        infer_message("match", [Input("user_id", "BYTES", [user])], id=str(i))
+        for i, user in enumerate(users)
+    ]
     answers = await streamed(rig, asked)
-    assert [one.infer_response.id for one in answers] == [str(i) if user else "" for i, user in enumerate(users)]
-    assert all("user_id" in one.error_message for one, user in zip(answers, users, strict=True) if not user)
-    assert [request.user.user for _, request, _ in rig.service.served] == [user for user in users if user]
+    assert [one.infer_response.id for one in answers] == [
+        str(i) if user else "" for i, user in enumerate(users)
+    ]
+    assert all(
+        "user_id" in one.error_message for one, user in zip(answers, users, strict=True) if not user
+    )
+    assert [request.user.user for _, request, _ in rig.service.served] == [
+        user for user in users if user
+    ]
 
 
 async def test_a_stream_that_breaks_off_leaves_nothing(rig: Rig) -> None:
@@ -345,10 +395,14 @@ async def test_health_follows_the_instance(rig: Rig) -> None:
     asked = message("grpc.health.v1.HealthCheckRequest")
     answer = "grpc.health.v1.HealthCheckResponse"
     for service in ("", INFERENCE, HEALTH):
-        assert (await call(rig.channel, f"/{HEALTH}/Check", asked(service=service), answer)).status == 1
+        assert (
+            await call(rig.channel, f"/{HEALTH}/Check", asked(service=service), answer)
+        ).status == 1
     with pytest.raises(grpc.aio.AioRpcError, match="NOT_FOUND"):
         await call(rig.channel, f"/{HEALTH}/Check", asked(service="x"), answer)
-    watch = rig.channel.unary_stream(f"/{HEALTH}/Watch", response_deserializer=message(answer).FromString)
+    watch = rig.channel.unary_stream(
+        f"/{HEALTH}/Watch", response_deserializer=message(answer).FromString
+    )
     seen = []
     watching = watch(asked().SerializeToString(), timeout=20)
     async for status in watching:
@@ -360,7 +414,9 @@ async def test_health_follows_the_instance(rig: Rig) -> None:
     assert seen == [1, 2]
     assert (await call(rig.channel, f"/{HEALTH}/Check", asked(), answer)).status == 2
     assert not (await rig.inference("ServerReady")).ready
-    assert not (await rig.inference("ModelReady", message("inference.ModelReadyRequest")(name="rank"))).ready
+    assert not (
+        await rig.inference("ModelReady", message("inference.ModelReadyRequest")(name="rank"))
+    ).ready
 
 
 async def test_the_log_has_the_line_of_http(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
@@ -368,7 +424,11 @@ async def test_the_log_has_the_line_of_http(rig: Rig, caplog: pytest.LogCaptureF
     asked = infer_message("rank", inputs_of(RANK))
     stub = rig.channel.unary_unary(INFER)
     trace = f"00-{'a' * 32}-{'b' * 16}-01"
-    await stub(asked.SerializeToString(), timeout=10, metadata=(("x-request-id", "mine"), ("traceparent", trace)))
+    await stub(
+        asked.SerializeToString(),
+        timeout=10,
+        metadata=(("x-request-id", "mine"), ("traceparent", trace)),
+    )
     line = json.loads(caplog.records[-1].getMessage())
     assert (line["request_id"], line["trace_id"]) == ("mine", "a" * 32)
     assert (line["method"], line["route"], line["status"]) == ("POST", INFER, 200)
@@ -379,7 +439,9 @@ async def test_over_tls_it_follows_the_certificate(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair = authority.issue("127.0.0.1")
     client = authority.issue("caller")
-    tls = ServerTlsConfig(certificate=str(pair.certificate), key=str(pair.key), client_ca=str(authority.ca))
+    tls = ServerTlsConfig(
+        certificate=str(pair.certificate), key=str(pair.key), client_ca=str(authority.ca)
+    )
 
     def credentials(*own: bytes) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(authority.ca.read_bytes(), *own)
@@ -428,9 +490,14 @@ async def test_a_stop_lets_calls_end() -> None:
 
 
 async def test_sigterm_drains_both() -> None:
-    """Unready at once and served for the grace; then what is under way ends, over gRPC as over HTTP."""
+    """Unready at once and served for the grace.
+
+    Then what is under way ends, over gRPC as over HTTP.
+    """
     service = Held()
-    config = ServerConfig(port=0, admin_port=0, grpc_port=0, drain_grace_s=0.2, shutdown_timeout_s=5.0)
+    config = ServerConfig(
+        port=0, admin_port=0, grpc_port=0, drain_grace_s=0.2, shutdown_timeout_s=5.0
+    )
     app = build_web_app(service, config, metrics_of_all_kinds())
     ready = asyncio.Event()
 
@@ -456,8 +523,14 @@ async def test_sigterm_drains_both() -> None:
 
 async def test_a_port_that_is_taken_is_told() -> None:
     async with serving_rpc() as rig:
-        app = build_web_app(rig.service, ServerConfig(grpc_port=rig.rpc.port), metrics_of_all_kinds())
-        with pytest.raises(ConfigError, match=rf"server.grpc_port: cannot listen on 127.0.0.1:{rig.rpc.port}"):
+        app = build_web_app(
+            rig.service, ServerConfig(grpc_port=rig.rpc.port), metrics_of_all_kinds()
+        )
+        with pytest.raises(
+            ConfigError,
+            match=r"server.grpc_port: cannot listen on "
+            rf"127.0.0.1:{rig.rpc.port}",
+        ):
             await app[RPC].listen()
 
 

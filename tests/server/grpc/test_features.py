@@ -25,10 +25,13 @@ async def test_features_are_those_of_v1(tmp_path: Path) -> None:
             plain = await response.json()
             assert response.status == 200, plain
         async with client.post("/v1/rank", json={**whole, "features": {}}) as response:
-            assert (await response.json())["scores"] != plain["scores"]  # features are seen in the scores
+            # features are seen in the scores
+            assert (await response.json())["scores"] != plain["scores"]
 
         bare = {name: one for name, one in whole.items() if name != "features"}
-        bare["history"] = {name: one for name, one in whole["history"].items() if name != "features"}
+        bare["history"] = {
+            name: one for name, one in whole["history"].items() if name != "features"
+        }
         inputs = [
             *inputs_of(bare),
             *(
@@ -37,7 +40,9 @@ async def test_features_are_those_of_v1(tmp_path: Path) -> None:
             ),
             Input("history.features", "BYTES", [json.dumps(SURFACE)]),
         ]
-        inferred = await call(channel, INFER, infer_message("rank", inputs), "inference.ModelInferResponse")
+        inferred = await call(
+            channel, INFER, infer_message("rank", inputs), "inference.ModelInferResponse"
+        )
         names = [one.name for one in inferred.outputs]
         raws = dict(zip(names, inferred.raw_output_contents, strict=True))
         for task, scores in plain["scores"].items():

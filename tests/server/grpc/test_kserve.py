@@ -69,7 +69,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment that has KServe's clients."""
     folder = tmp_path_factory.mktemp("kserve")
     venv.create(folder, with_pip=True)
-    subprocess.run([folder / "bin" / "pip", "install", "--quiet", "kserve>=0.15"], check=True, timeout=900)
+    subprocess.run(
+        [folder / "bin" / "pip", "install", "--quiet", "kserve>=0.15"], check=True, timeout=900
+    )
     return folder / "bin" / "python"
 
 
@@ -81,7 +83,9 @@ async def test_kserve_over_http_and_grpc(python: Path, tmp_path: Path) -> None:
         command = [str(python), str(tmp_path / "ask.py"), url, rig.address]
 
         def run() -> subprocess.CompletedProcess[str]:
-            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+            return subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=300
+            )
 
         done = await asyncio.to_thread(run)
         assert done.returncode == 0, done.stderr

@@ -25,7 +25,8 @@ async def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
         def run(code: str) -> None:
             code = code.replace("localhost:8080", url.removeprefix("http://").rstrip("/"))
             code = code.replace("localhost:8083", f"127.0.0.1:{port}")
-            code = code.replace("timeout=0.3", "timeout=30").replace("300_000", "30_000_000")  # a busy machine
+            # a busy machine
+            code = code.replace("timeout=0.3", "timeout=30").replace("300_000", "30_000_000")
             exec(compile(code, "docs/protocols.md", "exec"), names)  # noqa: S102  (ours)
 
         def run_all() -> None:  # in one thread, as gevent wants it
@@ -38,5 +39,7 @@ async def test_the_examples_run(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
         await asyncio.to_thread(run_all)
     written = capsys.readouterr().out
-    assert "['scores.click', 'scores.like', 'top', 'top.names', 'titles', 'missing_features']" in written
+    assert (
+        "['scores.click', 'scores.like', 'top', 'top.names', 'titles', 'missing_features']"
+    ) in written
     assert re.search(r"\[ ?-?[\d.]+ +-?[\d.]+ +nan\] \[b'(SKU-0005-C|30)'", written), written

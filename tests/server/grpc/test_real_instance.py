@@ -17,7 +17,12 @@ from tests.serving import FIRST_ID, free_port, serving
 from tests.vector_search.vectors import KNOWN
 
 BODIES: dict[str, dict[str, Any]] = {
-    "rank": {"user_id": "u", "history": HISTORY, "candidates": [*range(FIRST_ID, FIRST_ID + 20), 7], "top_k": 3},
+    "rank": {
+        "user_id": "u",
+        "history": HISTORY,
+        "candidates": [*range(FIRST_ID, FIRST_ID + 20), 7],
+        "top_k": 3,
+    },
     "generate": {"user_id": "u", "history": HISTORY, "num_items": 5},
     "match": {"user_id": KNOWN, "num_items": 5},
     "recommend": {"user_id": "u", "history": HISTORY, "num_items": 5, "timestamp": 1_700_000_000},
@@ -26,12 +31,18 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def tensor(values: bytes, datatype: str) -> list[Any]:
     dtype = {"INT64": "<i8", "FP32": "<f4", "INT32": "<i4"}[datatype]
-    return [None if isinstance(one, float) and np.isnan(one) else one for one in np.frombuffer(values, dtype).tolist()]
+    return [
+        None if isinstance(one, float) and np.isnan(one) else one
+        for one in np.frombuffer(values, dtype).tolist()
+    ]
 
 
 async def test_all_ways_are_one(tmp_path: Path) -> None:
     port = free_port()
-    sections = cascade_section(tmp_path) | {"match": match_section(tmp_path), "server": {"grpc_port": port}}
+    sections = cascade_section(tmp_path) | {
+        "match": match_section(tmp_path),
+        "server": {"grpc_port": port},
+    }
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
     async with serving(tmp_path, **sections) as (client, _), channel:
         for name, body in BODIES.items():
@@ -43,7 +54,9 @@ async def test_all_ways_are_one(tmp_path: Path) -> None:
             items = plain["items"] if name != "rank" else plain["top"]
 
             data, headers = raw_body(inputs_of(body))
-            async with client.post(f"/v2/models/{name}/infer", data=data, headers=headers) as response:
+            async with client.post(
+                f"/v2/models/{name}/infer", data=data, headers=headers
+            ) as response:
                 told = await response.json()
                 assert response.status == 200, told
             found = {one["name"]: one["data"] for one in told["outputs"]}
@@ -56,5 +69,11 @@ async def test_all_ways_are_one(tmp_path: Path) -> None:
                 infer_message(name, inputs_of(body)),
                 "inference.ModelInferResponse",
             )
-            raws = dict(zip([one.name for one in inferred.outputs], inferred.raw_output_contents, strict=True))
+            raws = dict(
+                zip(
+                    [one.name for one in inferred.outputs],
+                    inferred.raw_output_contents,
+                    strict=True,
+                )
+            )
             assert tensor(raws[output], "FP32") == scores

@@ -22,14 +22,21 @@ CONFIG = ServerConfig()
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 MORE: dict[str, dict[str, Any]] = {  # what else a body may have, beside the example's
     "rank": {"top_k": 2, "timestamp": 300, "fields": ["title"]},
-    "generate": {"temperature": 0.5, "attributes": {"genre": ["a", 3]}, "allow_items": [1, 2], "exclude_seen": True},
+    "generate": {
+        "temperature": 0.5,
+        "attributes": {"genre": ["a", 3]},
+        "allow_items": [1, 2],
+        "exclude_seen": True,
+    },
     "match": {"history": HISTORY, "deny_items": ["name", "4"]},
     "recommend": {"context": {"page": "home", "n": 1}, "sources": ["generate"], "order": "rank"},
 }
 
 
 def test_the_models_are_the_kinds_that_score() -> None:
-    assert list(MODELS) == [name for name, kind in KINDS.items() if kind.scored is not Scored.NOTHING]
+    assert list(MODELS) == [
+        name for name, kind in KINDS.items() if kind.scored is not Scored.NOTHING
+    ]
     assert MORE.keys() == MODELS.keys()
 
 
@@ -44,9 +51,13 @@ def test_inputs_make_the_body_of_v1(model: Model) -> None:
     for sent, length in zip((json_body(inputs), raw), lengths, strict=True):
         made = model.body(read(sent, length, model.kind.name), None, CONFIG)
         assert (
-            model.codec.parse(made, CONFIG, FakeNames()).user == model.codec.parse(expected, CONFIG, FakeNames()).user
+            model.codec.parse(made, CONFIG, FakeNames()).user
+            == model.codec.parse(expected, CONFIG, FakeNames()).user
         )
-        assert same(model.codec.parse(made, CONFIG, FakeNames()), model.codec.parse(expected, CONFIG, FakeNames()))
+        assert same(
+            model.codec.parse(made, CONFIG, FakeNames()),
+            model.codec.parse(expected, CONFIG, FakeNames()),
+        )
 
 
 def same(one: Any, other: Any) -> bool:
@@ -75,14 +86,17 @@ def test_metadata_are_what_the_model_takes(model: Model) -> None:
 @each_model
 def test_an_answer_has_outputs_of_the_metadata_alone(model: Model) -> None:
     known = {one.name: one for one in model.outputs(("click",))}
-    answer = model.answer(EXAMPLES[model.kind.name].answer, "id", ResponseFields(FakeNames(), ("title",)), ())
+    answer = model.answer(
+        EXAMPLES[model.kind.name].answer, "id", ResponseFields(FakeNames(), ("title",)), ()
+    )
     for tensor in answer.outputs:
         assert known[tensor.name].datatype == tensor.datatype
         assert len(known[tensor.name].shape) == len(tensor.shape)
         assert len(tensor.values) == np.prod(tensor.shape) * (
             1 if tensor.datatype == BYTES else DTYPES[tensor.datatype].itemsize
         )
-    skipped = {"top", "top.names", "titles"} if model.kind.name == "rank" else set()  # the example asks for no top
+    # the example asks for no top
+    skipped = {"top", "top.names", "titles"} if model.kind.name == "rank" else set()
     assert {one.name for one in answer.outputs} == known.keys() - skipped
     assert answer.parameters["request_id"] == "id"
 
@@ -90,7 +104,9 @@ def test_an_answer_has_outputs_of_the_metadata_alone(model: Model) -> None:
 def test_an_answer_is_that_of_v1() -> None:
     answer = MODELS["rank"].answer(EXAMPLES["rank"].answer, "id", ResponseFields(FakeNames()), ())
     scores = answer.outputs[0]
-    np.testing.assert_array_equal(np.frombuffer(scores.values, "<f4"), np.array([1, np.nan, 2], np.float32))
+    np.testing.assert_array_equal(
+        np.frombuffer(scores.values, "<f4"), np.array([1, np.nan, 2], np.float32)
+    )
     assert answer.version == "m"
     assert answer.parameters["outcome"] == "miss_full"
     assert answer.parameters["history.num_tokens"] == 2

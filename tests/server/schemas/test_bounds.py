@@ -48,7 +48,9 @@ def unbounded(kind: inspect.Type, at: str, limit: str | None = None) -> Iterator
             yield at
     else:
         of_choices = inspect.LiteralType | inspect.EnumType
-        known = inspect.IntType | inspect.FloatType | inspect.BoolType | inspect.NoneType | of_choices
+        known = (
+            inspect.IntType | inspect.FloatType | inspect.BoolType | inspect.NoneType | of_choices
+        )
         assert isinstance(kind, known), f"{at}: {kind} is new here: does it have a bound?"
 
 

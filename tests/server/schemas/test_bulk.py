@@ -1,4 +1,7 @@
-"""A long body is rejected before its objects are made, in the words of the check after it; what is valid passes."""
+"""A long body is rejected before its objects are made, in the words of the check after it.
+
+What is valid passes.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +51,16 @@ def raw(num: int, width: int) -> str:
 @pytest.mark.parametrize("media", [JSON, MSGPACK])
 def test_the_longest_body_that_is_valid_passes(media: str) -> None:
     texts = {f"{index:0128}": "x" for index in range(100)}
-    body = {"user_id": "u" * 128, "history": LONG, "num_items": 5, "deny_items": [2**62 - 1] * CONFIG.max_candidates}
-    for cls, more in ((RECOMMEND, {"context": texts}), (GENERATE, {"attributes": {"a": ["x" * 32] * 1000}})):
+    body = {
+        "user_id": "u" * 128,
+        "history": LONG,
+        "num_items": 5,
+        "deny_items": [2**62 - 1] * CONFIG.max_candidates,
+    }
+    for cls, more in (
+        (RECOMMEND, {"context": texts}),
+        (GENERATE, {"attributes": {"a": ["x" * 32] * 1000}}),
+    ):
         ((_, sent),) = (pair for pair in written(body | more) if pair[0] == media)
         checked(sent, media, cls)
         decode(sent, media, cls)
@@ -75,7 +86,13 @@ def test_raw_columns_pass_up_to_their_limit() -> None:
 def escaped(text: str) -> list[str]:
     """Base64 as JSON may write it: as it is, as PHP, as Gson, and as nobody does."""
     every = "".join(f"\\u{ord(one):04x}" for one in text)
-    return [text, text.replace("/", "\\/"), text.replace("=", "\\u003d"), every, every.replace("003d", "003D")]
+    return [
+        text,
+        text.replace("/", "\\/"),
+        text.replace("=", "\\u003d"),
+        every,
+        every.replace("003d", "003D"),
+    ]
 
 
 @pytest.mark.parametrize("over", [0, 1])
@@ -85,10 +102,15 @@ def test_base64_is_counted_exactly(over: int, less: int) -> None:
     config = msgspec.structs.replace(CONFIG, max_history_events=limit)
     actions = base64.b64encode(b"\xff\x7f" * (limit + over)).decode()
     for text in escaped(actions):
-        body = b'{"user_id":"u","candidates":[1],"history":{"items":"","timestamps":"","actions":"%s"}}' % text.encode()
+        body = (
+            b'{"user_id":"u","candidates":[1],"history":{"items":"","timestamps":"","actions":"%s"}}'
+            % text.encode()
+        )
         assert len(decode(body, JSON, RANK).history.actions) == 2 * (limit + over)
         if over:
-            with pytest.raises(TooLarge, match=f"history.actions: {limit + 1} entries, the limit is {limit}"):
+            with pytest.raises(
+                TooLarge, match=f"history.actions: {limit + 1} entries, the limit is {limit}"
+            ):
                 bulk.check(skim(body, JSON, RANK), len(body), RANK, config, bulk.LOOSE_BYTES)
         else:
             bulk.check(skim(body, JSON, RANK), len(body), RANK, config, bulk.LOOSE_BYTES)
@@ -128,7 +150,12 @@ def test_what_is_no_column_is_bounded_in_bytes(cls: Any, body: dict[str, Any]) -
     ("sent", "media"),
     [
         (b'{"user_id":"u","candidates":[1]' + b',"base":"b"' * 100_000 + b"}", JSON),
-        (b'{"user_id":"u","candidates":[1]' + b',"history":{"items":[1,1,1,1,1,1,1,1]}' * 9_000 + b"}", JSON),
+        (
+            b'{"user_id":"u","candidates":[1]'
+            + b',"history":{"items":[1,1,1,1,1,1,1,1]}' * 9_000
+            + b"}",
+            JSON,
+        ),
         (b"\x82\xa7user_id\xa1u\xaacandidates\xdd\xff\xff\xff\xff" + b"\1" * 100_000, MSGPACK),
         (b"\x82\xa7user_id\xa1u\xaacandidates\xc6\xff\xff\xff\xff" + b"\1" * 100_000, MSGPACK),
         (b"\xdf\xff\xff\xff\xff" + b"\xa4base\xa1b" * 20_000, MSGPACK),
@@ -167,7 +194,13 @@ def test_commas_within_names_are_not_counted(names: list[str | int]) -> None:
     """The exact number passes, one more is rejected, in both spellings of a text that is not ASCII."""
     for sent in (json.dumps(names), json.dumps(names, ensure_ascii=False)):
         body = b'{"user_id":"u","candidates":%s}' % sent.encode()
-        bulk.check(skim(body, JSON, RANK), len(body), RANK, ServerConfig(max_candidates=len(names)), bulk.LOOSE_BYTES)
+        bulk.check(
+            skim(body, JSON, RANK),
+            len(body),
+            RANK,
+            ServerConfig(max_candidates=len(names)),
+            bulk.LOOSE_BYTES,
+        )
         if len(names) > 1:
             few = ServerConfig(max_candidates=len(names) - 1)
             with pytest.raises(TooLarge, match=f"candidates: {len(names)} entries"):

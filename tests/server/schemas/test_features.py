@@ -1,4 +1,7 @@
-"""A hostile map of features is rejected before its objects are made, by name and limit; a front worker loses nothing."""
+"""A hostile map of features is rejected before its objects are made, by name and limit.
+
+A front worker loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def checked(cross: Any, media: str) -> None:
 @pytest.mark.parametrize(
     ("cross", "said"),
     [
-        ({f"f{place}": [] for place in range(100_000)}, "features.cross: 100000 columns, the limit is 256"),
+        (
+            {f"f{place}": [] for place in range(100_000)},
+            "features.cross: 100000 columns, the limit is 256",
+        ),
         ({"f": [1.5] * (MOST + 1)}, f"features.cross: {MOST + 1} entries, the limit is {MOST}"),
         ({"f": [1] * MOST, "g": [1, 2]}, f"features.cross: {MOST + 2} entries"),
         ({"f": ["a,b"] * (MOST + 1)}, f"features.cross: {MOST + 1} entries"),

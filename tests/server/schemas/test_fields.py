@@ -65,14 +65,23 @@ def test_indices_are_numbers_in_any_spelling(numbers: list[int], data: st.DataOb
     ],
 )
 def test_what_is_no_index_is_rejected_in_words(action: Any) -> None:
-    with pytest.raises(Unprocessable, match=r"^history\.actions: .* at index 1: no model names actions here"):
+    with pytest.raises(
+        Unprocessable,
+        match=r"^history\.actions: .* at index 1: no model names "
+        r"actions here",
+    ):
         indices([1, action])
 
 
 @pytest.mark.parametrize(
     ("cls", "body", "message"),
     [
-        (INGEST, {"users": [{"usr_id": 1}]}, r"^unknown field users\[0\]\.usr_id; did you mean user_id\?$"),
+        (
+            INGEST,
+            {"users": [{"usr_id": 1}]},
+            r"^unknown field users\[0\]\.usr_id; did you mean "
+            r"user_id\?$",
+        ),
         (INGEST, {"users": [{"itms": 1}]}, r"^unknown field users\[0\]\.itms$"),
         (
             INGEST,
@@ -80,11 +89,23 @@ def test_what_is_no_index_is_rejected_in_words(action: Any) -> None:
             r"^unknown field users\[0\]\.events\.itms; did you mean items\?$",
         ),
         (INGEST, {"usrs": []}, r"^unknown field usrs; did you mean users\?$"),
-        (RECOMMEND, {"history": {"itms": 1}}, r"^unknown field history\.itms; did you mean items\?$"),
-        (CatalogueItemsBody, {"add": [{"titlex": "a"}]}, r"^unknown field add\[0\]\.titlex; did you mean title\?$"),
+        (
+            RECOMMEND,
+            {"history": {"itms": 1}},
+            r"^unknown field history\.itms; did you mean "
+            r"items\?$",
+        ),
+        (
+            CatalogueItemsBody,
+            {"add": [{"titlex": "a"}]},
+            r"^unknown field add\[0\]\.titlex; did "
+            r"you mean title\?$",
+        ),
     ],
 )
-def test_an_unknown_field_is_told_of_by_the_names_of_its_place(cls: Any, body: Any, message: str) -> None:
+def test_an_unknown_field_is_told_of_by_the_names_of_its_place(
+    cls: Any, body: Any, message: str
+) -> None:
     with pytest.raises(Unprocessable, match=message):
         decode(msgspec.json.encode(body), JSON, cls)
 

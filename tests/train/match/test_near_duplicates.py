@@ -1,4 +1,7 @@
-"""Near-duplicates are pairs by their definition; what a user owns hides them, and tests leave them out."""
+"""Near-duplicates are pairs by their definition.
+
+What a user owns hides them, and tests leave them out.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from npu_gr.train.match.domains import (
 
 def random_graph(num_items: int, seed: int) -> Graph:
     random = np.random.default_rng(seed)
-    return unique_edges(random.integers(0, 12, 60), random.integers(0, num_items, 60), 12, num_items)
+    return unique_edges(
+        random.integers(0, 12, 60), random.integers(0, num_items, 60), 12, num_items
+    )
 
 
 @pytest.mark.parametrize("block", [1, 40, 10**6])
@@ -45,13 +50,19 @@ def test_pairs_are_the_definition(block: int, monkeypatch: pytest.MonkeyPatch) -
     have = {(user, other) for user in range(12) for one, other in want if (user, one) in edges}
     assert set(zip(owned.users.tolist(), owned.items.tolist(), strict=True)) == have
     asked = HeldOut(np.arange(12), np.arange(12) % 9)
-    assert are_near_duplicates(asked, owned).tolist() == [(user, user % 9) in have for user in range(12)]
+    assert are_near_duplicates(asked, owned).tolist() == [
+        (user, user % 9) in have for user in range(12)
+    ]
 
 
 def test_a_product_listed_twice_is_warned_of_and_asked_of_nobody(tmp_path: Path) -> None:
     """Item 1 of the source is item 101 of the target; user u0 has it in the source alone."""
-    source = [(f"u{user}", 1) for user in range(6)] + [(f"u{user}", 2 + user % 3) for user in range(12)]
-    target = [(f"u{user}", 101) for user in range(1, 6)] + [(f"u{user}", 102 + user % 4) for user in range(12)]
+    source = [(f"u{user}", 1) for user in range(6)] + [
+        (f"u{user}", 2 + user % 3) for user in range(12)
+    ]
+    target = [(f"u{user}", 101) for user in range(1, 6)] + [
+        (f"u{user}", 102 + user % 4) for user in range(12)
+    ]
     paths = [tmp_path / name for name in ("source.tsv", "target.tsv", "test.tsv")]
     tested = [("u0", 101), ("u7", 101), ("u8", 103)]
     for path, edges in zip(paths, (source, target, tested), strict=True):
@@ -68,5 +79,11 @@ def test_a_product_listed_twice_is_warned_of_and_asked_of_nobody(tmp_path: Path)
     assert len(evaluate.hidden_items) == 2
     data = split(both, 1.0, 100, 0)
     hidden = both.owned_near_duplicates
-    asked = set(zip(data.evaluate().held_out.users.tolist(), data.evaluate().held_out.items.tolist(), strict=True))
+    asked = set(
+        zip(
+            data.evaluate().held_out.users.tolist(),
+            data.evaluate().held_out.items.tolist(),
+            strict=True,
+        )
+    )
     assert not asked & set(zip(hidden.users.tolist(), hidden.items.tolist(), strict=True))

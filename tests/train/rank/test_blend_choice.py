@@ -23,7 +23,8 @@ def few() -> Interactions:
     random = np.random.default_rng(3)
     likes = 1 / np.arange(1, 41)
     items = [
-        random.integers(10) + 10 * random.choice(40, 6, replace=False, p=likes / likes.sum()) for _ in range(NUM_USERS)
+        random.integers(10) + 10 * random.choice(40, 6, replace=False, p=likes / likes.sum())
+        for _ in range(NUM_USERS)
     ]
     return log_of(items)
 
@@ -33,7 +34,9 @@ def test_of_few_events_item_knn_is_served_and_judged_as_it_is(few: Interactions)
     assert "so ItemKNN's is served: user exponent" in found.text()
     beside = found.beside("ItemKNN")
     assert beside is not None
-    assert all(gap.mean == pytest.approx(0, abs=1e-3) for gap in list(beside.differences.values())[:2])
+    assert all(
+        gap.mean == pytest.approx(0, abs=1e-3) for gap in list(beside.differences.values())[:2]
+    )
     order = checkpoint.order
     assert order is not None
     assert order.neighbours is not None
@@ -42,12 +45,15 @@ def test_of_few_events_item_knn_is_served_and_judged_as_it_is(few: Interactions)
     assert weights.pop("seen") < 0
     assert weights.pop("popularity") >= 0
     assert weights == {"retrieval": 0.0, "click": 0.0, "transitions": 0.0, "neighbours": 1.0}
-    everything = build_log(few, [], "leave-one-out").all_trained()  # what is served knows the newest events too
+    # what is served knows the newest events too
+    everything = build_log(few, [], "leave-one-out").all_trained()
     uses = np.bincount(everything.items, minlength=everything.num_items) + 0.5
     np.testing.assert_allclose(np.exp(order.popularity), uses / uses.sum(), rtol=1e-5)
 
 
-def test_without_item_knn_the_fitted_order_is_served(few: Interactions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_item_knn_the_fitted_order_is_served(
+    few: Interactions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("npu_gr.train.baselines.MAX_EDGES", 10)
     checkpoint, found = train_rank(few, [], msgspec.structs.replace(QUICK, refit=False))
     assert "ItemKNN's" not in found.fitting

@@ -44,7 +44,9 @@ def counted(log: InteractionLog) -> npt.NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("at_once", [1, 50, 1 << 22])
-def test_similarities_are_their_formula(log: InteractionLog, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_similarities_are_their_formula(
+    log: InteractionLog, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
     monkeypatch.setattr(module, "PAIRS_AT_ONCE", at_once)
     np.testing.assert_allclose(counted(log), by_definition(log), rtol=1e-6)
 
@@ -54,7 +56,11 @@ def test_the_most_similar_are_kept(log: InteractionLog, monkeypatch: pytest.Monk
     found = count_neighbours(log)
     assert found.items.shape == (log.num_items, 3)
     for item, row in enumerate(by_definition(log)):
-        best = [other for other in np.argsort(-row.round(12), kind="stable")[:3].tolist() if row[other] > 0]
+        best = [
+            other
+            for other in np.argsort(-row.round(12), kind="stable")[:3].tolist()
+            if row[other] > 0
+        ]
         assert found.items[item].tolist() == [-1] * (3 - len(best)) + sorted(best)
 
 
@@ -85,7 +91,10 @@ def test_of_a_log_with_too_many_pairs_fewer_items_of_a_user_count(
 ) -> None:
     monkeypatch.setattr(module, "USER_ITEMS", 8)
     rows = zip(log.starts.tolist(), log.num_trained.tolist(), strict=False)
-    num_items = np.array([len(set(log.items[start : start + trained].tolist())) for start, trained in rows])
+    num_items = np.array(
+        [len(set(log.items[start : start + trained].tolist())) for start, trained in rows]
+    )
     assert num_items.max() > 4
-    monkeypatch.setattr(module, "MAX_PAIRS", (np.minimum(num_items, 4) ** 2).sum())  # eight of each are too many
+    # eight of each are too many
+    monkeypatch.setattr(module, "MAX_PAIRS", (np.minimum(num_items, 4) ** 2).sum())
     np.testing.assert_allclose(counted(log), by_definition(log, most=4), rtol=1e-6)

@@ -41,7 +41,10 @@ def knn(log: InteractionLog) -> LinearBaseline:
 
 
 def histories(log: InteractionLog) -> list[np.ndarray]:
-    return [log.items[start : start + count] for start, count in zip(log.starts, log.num_trained, strict=False)]
+    return [
+        log.items[start : start + count]
+        for start, count in zip(log.starts, log.num_trained, strict=False)
+    ]
 
 
 def scores(order: ScoreBlend, history: np.ndarray, candidates: np.ndarray = EVERY) -> np.ndarray:
@@ -87,13 +90,20 @@ def test_every_instruction_set_serves_it_and_a_file_keeps_it(
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 30.0])
-def test_what_is_best_of_all_items_is_found(log: InteractionLog, knn: LinearBaseline, weight: float) -> None:
+def test_what_is_best_of_all_items_is_found(
+    log: InteractionLog, knn: LinearBaseline, weight: float
+) -> None:
     """Of little weight the neighbours lead, of much the popular items, which nobody in the history has."""
     baseline = replace(knn, tuned=replace(knn.tuned, weight=weight)).refitted(log)
     order = as_blend(baseline, log, "click", seen=0.0)
     assert order.neighbours is not None
-    few = replace(order.neighbours, items=order.neighbours.items.copy(), similarity=order.neighbours.similarity.copy())
-    few.items[: NUM_ITEMS // 2], few.similarity[: NUM_ITEMS // 2] = -1, 0  # half of the items lead nowhere
+    few = replace(
+        order.neighbours,
+        items=order.neighbours.items.copy(),
+        similarity=order.neighbours.similarity.copy(),
+    )
+    # half of the items lead nowhere
+    few.items[: NUM_ITEMS // 2], few.similarity[: NUM_ITEMS // 2] = -1, 0
     sparse = replace(order, neighbours=few)
     for one, history in product((order, sparse), histories(log)[:20]):
         whole = scores(one, history)
@@ -164,7 +174,9 @@ def test_it_is_served_where_the_fitted_order_is_not_shown_to_be_better(
     assert found.text().startswith("the fitted order less ItemKNN's: NDCG@10 ")
 
 
-def test_what_was_seen_weighs_what_the_next_items_say(knn: LinearBaseline, log: InteractionLog) -> None:
+def test_what_was_seen_weighs_what_the_next_items_say(
+    knn: LinearBaseline, log: InteractionLog
+) -> None:
     repeats = log.items.copy()
     tested = log.starts[:-1] + log.num_trained
     repeats[tested] = log.items[tested - 1]

@@ -19,7 +19,15 @@ from npu_gr.history_store.interactions import Interactions
 from npu_gr.model.weights import save
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
-from npu_gr.train.cascade import MISSED, TOP, CascadeChoice, CascadeWay, NextEventCase, choose_way, next_events
+from npu_gr.train.cascade import (
+    MISSED,
+    TOP,
+    CascadeChoice,
+    CascadeWay,
+    NextEventCase,
+    choose_way,
+    next_events,
+)
 from npu_gr.train.data import to_train_on
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.train import train_rank
@@ -47,7 +55,12 @@ def configuration(log: Interactions, tmp_path_factory: pytest.TempPathFactory) -
     assert checkpoint.model.config.actions == ("1234568", "1234572")
     save(checkpoint, folder / "ranker")
     recommend = {"sources": dict(SOURCES), "max_candidates": MAX_CANDIDATES}
-    table = {"checkpoint": str(folder / "ranker"), "threads": 1, "recommend": recommend, "features": {"kind": "none"}}
+    table = {
+        "checkpoint": str(folder / "ranker"),
+        "threads": 1,
+        "recommend": recommend,
+        "features": {"kind": "none"},
+    }
     (folder / "serve.yaml").write_text(yaml.safe_dump(table, sort_keys=False))
     return folder / "serve.yaml"
 
@@ -81,7 +94,9 @@ def test_every_way_is_judged_by_what_the_cascade_answers(
     evaluates = {case.user for case in next_events(log, known, NUM_JUDGES)}
     choosers = [case for case in next_events(log, known) if case.user not in evaluates]
     assert {way.order for way in evaluated} == {"retrieval", "fitted", "rank", "fused"}
-    for way, places in asyncio.run(answered(configuration, choosers, [*evaluated], exclude_seen)).items():
+    for way, places in asyncio.run(
+        answered(configuration, choosers, [*evaluated], exclude_seen)
+    ).items():
         np.testing.assert_array_equal(evaluated[way], places, err_msg=way.name)
 
 
